@@ -1,0 +1,1 @@
+"""What the top-level scripts share. Start with config.py; then follow a rollout through env_server.py."""

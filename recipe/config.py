@@ -1,0 +1,274 @@
+"""Every knob of the recipe: one typed object, its environment variables, defaults, units and checks.
+
+Shell scripts read it with ``eval "$(python3 -m recipe.config export [--local])"``; Python code with
+``Settings.load()``. An environment variable always wins, then the preset, then the default.
+
+    python3 -m recipe.config table            # all knobs as a Markdown table (the README's)
+    python3 -m recipe.config export --local   # shell assignments of the local preset
+    python3 -m recipe.config check            # one sentence per wrong value, exit code 64
+
+Standard library only: the same file runs in the image's Python, the trainer's and the env server's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+REPO = Path(__file__).resolve().parent.parent
+EXIT_USAGE = 64  # sysexits.h EX_USAGE: wrong input, nothing was started
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
+Check = Callable[[Any], str | None]
+
+
+class SettingsError(ValueError):
+    """One or more settings are wrong; the message has one sentence per setting that says what to do."""
+
+
+def one_of(*allowed: str) -> Check:
+    return lambda v: None if v in allowed else f"must be one of {', '.join(allowed)}"
+
+
+def between(low: float, high: float) -> Check:
+    return lambda v: None if low <= v <= high else f"must lie between {low:g} and {high:g}"
+
+
+def at_least(low: float) -> Check:
+    return lambda v: None if v >= low else f"must be at least {low:g}"
+
+
+def repo_id(v: str) -> str | None:
+    parts = v.split("/")
+    ok = v == "" or (len(parts) == 2 and all(parts))
+    return None if ok else 'must be "owner/name", for example ADAPTER_REPO=you/LFM2.5-2.6B-opencode-lora-RL'
+
+
+def knob(default: Any, env: str, help: str, unit: str = "", check: Check | None = None, local: Any = None) -> Any:
+    """A dataclass field: `local` is its value in the local preset where that differs from `default`."""
+    meta = {"env": env, "help": help, "unit": unit, "check": check, "local": default if local is None else local}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one run. Field order is the order of the README's table."""
+
+    preset: str = knob("job", "PRESET", "named set of defaults", check=one_of("job", "local"), local="local")
+    # what is trained, and for how long
+    model: str = knob("LiquidAI/LFM2.5-2.6B", "MODEL", "base model: Hub id or folder", local=str(REPO / "tiny/model"))
+    model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
+    adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter", check=repo_id)
+    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 30)
+    seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
+    n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64)
+    n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64)
+    # LoRA
+    lora_r: int = knob(32, "LORA_R", "LoRA rank; vLLM serves 8, 16, 32, 64, 128 and a few more", check=at_least(1))
+    lora_alpha: int = knob(64, "LORA_ALPHA", "LoRA alpha; the update is scaled by alpha / r", check=at_least(1))
+    lora_dropout: float = knob(0.0, "LORA_DROPOUT", "dropout before A; 0 keeps sampler and trainer equal",
+                               check=between(0, 0.9))
+    lora_targets: tuple[str, ...] = knob(LORA_TARGETS, "LORA_TARGETS", "adapted modules, comma-separated names")
+    # optimisation
+    learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
+                                local=2e-3)
+    num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
+    max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4)
+    max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))
+    efficiency_bonus: float = knob(0.1, "EFFICIENCY_BONUS", "largest bonus of a correct answer for few tool calls",
+                                   check=between(0, 1))
+    token_budget: int = knob(0, "TOKEN_BUDGET", "tokens of one packed row; 0 puts one sequence in a row", "tokens",
+                             at_least(0))
+    dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine",
+                      check=one_of("bfloat16", "float32"), local="float32")
+    attention: str = knob("auto", "ATTENTION", "attention of the trainer: flash-attn3 on a GPU, packed SDPA on a CPU",
+                          check=one_of("auto", "flash-attn3", "sdpa-packed"))
+    # sampling and the agent's limits: the same in training and evaluation
+    temperature: float = knob(1.0, "TEMPERATURE", "sampling temperature", check=between(0.01, 2))
+    top_p: float = knob(1.0, "TOP_P", "nucleus; below 1 breaks the importance ratio", check=between(0.01, 1))
+    top_k: int = knob(0, "TOP_K", "0 samples from the whole vocabulary", check=at_least(0))
+    max_output_tokens: int = knob(4096, "MAX_OUTPUT_TOKENS", "cap of one model call", "tokens", at_least(1), 256)
+    max_model_calls: int = knob(32, "MAX_MODEL_CALLS", "model calls of one rollout", "calls", at_least(1), 6)
+    agent_timeout: int = knob(600, "AGENT_TIMEOUT", "time of the agent in one rollout", "s", at_least(1), 90)
+    # sandboxes and the agent's binary
+    sandbox: str = knob("hf-sandbox", "SANDBOX", "where rollouts run",
+                        check=one_of("hf-sandbox", "local", "daytona", "e2b"), local="local")
+    sandbox_runtime: str = knob("auto", "SANDBOX_RUNTIME", "isolation of the local sandbox",
+                                check=one_of("auto", "bwrap", "proot"))
+    keep_sandbox: bool = knob(False, "KEEP_SANDBOX", "keep the folders of finished local sandboxes")
+    opencode_version: str = knob("1.18.33", "OPENCODE_VERSION", "version of the agent")
+    opencode_integrity: str = knob(
+        "sha512-q/t/3p2CTxOT9y2kvjesb/LZab2+1eqlhhWA02Be6mjTtmYtNBcBsrI5yDo4Fw7ZSPBW2oyMIGMNRqiKQjiAWw==",
+        "OPENCODE_INTEGRITY", "npm integrity of the agent's Linux x64 package")
+    opencode_lean: bool = knob(True, "OPENCODE_LEAN", "switch off the agent's title call, updates and fetches")
+    # servers
+    engine: str = knob("vllm", "ENGINE", "policy server: vllm, cpu (small models), auto (vllm where a GPU is)",
+                       check=one_of("vllm", "cpu", "auto"), local="auto")
+    public_port: int = knob(8000, "PUBLIC_PORT", "capture proxy, the only public port", check=between(1, 65535))
+    policy_port: int = knob(8001, "POLICY_PORT", "policy server, loopback", check=between(1, 65535))
+    env_port: int = knob(8002, "ENV_PORT", "env server's control plane, loopback", check=between(1, 65535))
+    max_model_len: int = knob(40960, "MAX_MODEL_LEN", "context of the policy server", "tokens", at_least(64), 16384)
+    gpu_memory_utilization: float = knob(0.85, "GPU_MEMORY_UTILIZATION", "vLLM's share of its GPU; leaves NCCL room",
+                                         check=between(0.05, 0.99))
+    prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM prefix caching; stale after a weight update")
+    # guarding, saving, evaluating
+    save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval", "steps", at_least(1), 10)
+    stall_limit: int = knob(1800, "STALL_LIMIT", "time without progress before the watchdog stops the run", "s",
+                            at_least(5), 600)
+    eval_concurrency: int = knob(32, "EVAL_CONCURRENCY", "evaluation rollouts that run at once", "rollouts",
+                                 at_least(1), 4)
+    eval_retries: int = knob(2, "EVAL_RETRIES", "further attempts of an ungraded cell", "attempts", at_least(0))
+    trackio_project: str = knob("lfm-opencode-lora-rl", "TRACKIO_PROJECT", "trackio project")
+    trackio_space: str = knob("", "TRACKIO_SPACE", "Space that shows the trackio dashboard; empty keeps it local",
+                              check=repo_id)
+    # folders
+    run_dir: str = knob("", "RUN_DIR", "everything one run writes; empty makes runs/<preset>-<time>")
+    cache_dir: str = knob("", "CACHE_DIR", "environments and the agent's binary, shared by runs; "
+                          "empty is ~/.cache/lfm-opencode-lora-rl")
+
+    # -- derived ---------------------------------------------------------------------------------------------
+    @property
+    def max_concurrent_envs(self) -> int:
+        """Sessions that the env server admits: every rollout in flight and one for the client that lists tasks."""
+        return max(2 * self.num_generations, self.max_inflight + 1, self.eval_concurrency + 1)
+
+    @property
+    def policy_url(self) -> str:
+        return f"http://127.0.0.1:{self.policy_port}"
+
+    @property
+    def env_url(self) -> str:
+        return f"http://127.0.0.1:{self.env_port}"
+
+    @property
+    def run_path(self) -> Path:
+        if not self.run_dir:
+            raise SettingsError("RUN_DIR is not set: set it to a folder, or start through run_job.sh")
+        return Path(self.run_dir).resolve()
+
+    @property
+    def cache_path(self) -> Path:
+        root = self.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lfm-opencode-lora-rl")
+        return Path(root).expanduser().resolve()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, preset: str | None = None) -> "Settings":
+        """Settings from the environment. Raises SettingsError that lists every wrong value at once."""
+        environ = os.environ if environ is None else environ
+        preset = preset or environ.get("PRESET") or "job"
+        values: dict[str, Any] = {}
+        errors: list[str] = []
+        for f in dataclasses.fields(cls):
+            default = f.metadata["local"] if preset == "local" else f.default
+            raw = preset if f.name == "preset" else environ.get(f.metadata["env"], "")
+            try:
+                values[f.name] = default if raw == "" else _parse(raw, f.default)
+            except ValueError as err:
+                errors.append(f"{f.metadata['env']}={raw!r}: {err}")
+                continue
+            problem = f.metadata["check"] and f.metadata["check"](values[f.name])
+            if problem:
+                errors.append(f"{f.metadata['env']}={raw or default!r}: {problem}.")
+        if not errors:
+            errors = _check_together(cls(**values))
+        if errors:
+            raise SettingsError("\n".join(errors))
+        return cls(**values)
+
+    def environ(self) -> dict[str, str]:
+        """The settings as environment variables: `Settings.load(settings.environ()) == settings`."""
+        return {f.metadata["env"]: _render(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _parse(raw: str, like: Any) -> Any:
+    if isinstance(like, bool):
+        if raw.lower() not in ("0", "1", "true", "false"):
+            raise ValueError("must be 0 or 1.")
+        return raw.lower() in ("1", "true")
+    if isinstance(like, tuple):
+        return tuple(part.strip() for part in raw.split(",") if part.strip())
+    if isinstance(like, (int, float)):
+        try:
+            return type(like)(raw)
+        except ValueError:
+            kind = "a whole number" if isinstance(like, int) else "a number"
+            raise ValueError(f"must be {kind}.") from None
+    return raw
+
+
+def _render(value: Any) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _check_together(s: Settings) -> list[str]:
+    errors = []
+    ports = {"PUBLIC_PORT": s.public_port, "POLICY_PORT": s.policy_port, "ENV_PORT": s.env_port}
+    for port in set(ports.values()):
+        names = [name for name, value in ports.items() if value == port]
+        if len(names) > 1:
+            errors.append(f"{' and '.join(names)} are both {port}: give each server a port of its own.")
+    if not s.lora_targets:
+        errors.append("LORA_TARGETS is empty: name at least one module, for example q_proj,v_proj.")
+    if s.max_output_tokens >= s.max_model_len:
+        errors.append(f"MAX_OUTPUT_TOKENS={s.max_output_tokens} leaves no room for a prompt in "
+                      f"MAX_MODEL_LEN={s.max_model_len}: raise the latter or lower the former.")
+    if s.max_inflight < s.num_generations:
+        errors.append(f"MAX_INFLIGHT={s.max_inflight} is below NUM_GENERATIONS={s.num_generations}: "
+                      "a group could never be complete; set MAX_INFLIGHT to at least NUM_GENERATIONS.")
+    if s.top_p < 1 or s.top_k > 0:
+        errors.append("TOP_P below 1 or TOP_K above 0 truncates the distribution and breaks the importance ratio: "
+                      "leave TOP_P=1 and TOP_K=0.")
+    return errors
+
+
+def markdown_table() -> str:
+    """The README's table of knobs: variable, default, local preset, unit, meaning."""
+    lines = ["| variable | default | `--local` | unit | meaning |", "| --- | --- | --- | --- | --- |"]
+    for f in dataclasses.fields(Settings):
+        default, local = (_render(v).replace(str(REPO) + "/", "") or "(empty)"
+                          for v in (f.default, f.metadata["local"]))
+        default = default if len(default) < 40 else default[:24] + "…"
+        local = "" if f.metadata["local"] == f.default else f"`{local}`"
+        lines.append(f"| `{f.metadata['env']}` | `{default}` | {local} | {f.metadata['unit']} | {f.metadata['help']} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("export", "table", "check", "get"))
+    parser.add_argument("name", nargs="?", help="with get: the variable to print")
+    parser.add_argument("--local", action="store_true", help="use the local preset")
+    args = parser.parse_args(argv)
+    if args.what == "table":
+        print(markdown_table())
+        return 0
+    try:
+        settings = Settings.load(preset="local" if args.local else None)
+    except SettingsError as err:
+        print(f"Settings are wrong, nothing was started:\n{err}", file=sys.stderr)
+        return EXIT_USAGE
+    if args.what == "export":
+        for name, value in settings.environ().items():
+            print(f"export {name}={shlex.quote(value)}")
+    elif args.what == "get":
+        values = settings.environ() | {"CACHE_PATH": str(settings.cache_path)}
+        if args.name not in values:
+            print(f"no setting is called {args.name}", file=sys.stderr)
+            return EXIT_USAGE
+        print(values[args.name])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
