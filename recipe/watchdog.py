@@ -1,0 +1,133 @@
+"""Heartbeat of a run, and the watchdog that turns a silent stall into a loud, resumable failure.
+
+    python -m recipe.watchdog --run-dir runs/job-1 --pid 4242
+
+Everything that makes progress calls ``beat(run/heartbeat.json, phase)``: each optimizer step, skipped group, phase
+change and finished evaluation cell. The watchdog reads that file; when the phase's limit passes without a beat it
+says so, sends SIGTERM to the job's main process (whose trap ends all processes and sweeps the sandboxes) and leaves
+``stalled.json`` in the run folder, by which the job knows to exit with 75.
+
+Standard library only: shell scripts, the trainer and the servers' interpreters all use this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from recipe.config import Settings
+
+EXIT_STALLED = 75  # sysexits.h EX_TEMPFAIL: try again, the run folder holds what is needed
+HEARTBEAT = "heartbeat.json"
+STALLED = "stalled.json"
+
+# Seconds without a beat that each phase may take; None means Settings.stall_limit. Phases that are not training have
+# their own health checks, so these limits only catch what those checks cannot see, such as a download that hangs.
+PHASE_LIMITS: dict[str, float | None] = {
+    "setup": 3600,  # environments of several GB on a slow line
+    "tasks": 3600,  # one HTTP request a task, 1,250 tasks
+    "policy": 2400,  # vLLM downloads the model, compiles and captures graphs
+    "env": 900,
+    "train-setup": 2400,  # the trainer loads the model and joins the weight transfer
+    "train": None,
+    "save": 1800,  # a checkpoint on its way to the Hub
+    "eval-setup": 2400,
+    "eval": None,
+}
+DEFAULT_LIMIT = 3600.0  # a phase that is not in the table
+
+
+def beat(path: str | os.PathLike[str], phase: str, **info: Any) -> None:
+    """Writes the heartbeat at `path` in one atomic step, so that a reader never sees half of it.
+
+    `phase` is a key of PHASE_LIMITS; `info` is anything JSON can hold (step=…, cells=…) and is shown on a stall.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"phase": phase, "time": time.time(), "pid": os.getpid(), **info}
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(record, file)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """The last heartbeat, or None where none was written yet."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def limit_of(phase: str, settings: Settings) -> float:
+    """Seconds that `phase` may stay without a beat."""
+    limit = PHASE_LIMITS.get(phase, DEFAULT_LIMIT)
+    return float(settings.stall_limit) if limit is None else limit
+
+
+def overdue(heartbeat: dict[str, Any], settings: Settings, now: float) -> float | None:
+    """Seconds since the last beat when that is beyond the phase's limit, else None."""
+    silent = now - heartbeat["time"]
+    return silent if silent > limit_of(heartbeat["phase"], settings) else None
+
+
+def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, resume: str) -> str:
+    info = ", ".join(f"{k}={v}" for k, v in heartbeat.items() if k not in ("phase", "time", "pid"))
+    return (f"STALLED in phase {heartbeat['phase']}: {silent:.0f} s without progress, the limit of this phase is "
+            f"{limit_of(heartbeat['phase'], settings):.0f} s{f' (last beat: {info})' if info else ''}. "
+            f"The run is stopped; checkpoints and finished evaluation cells are kept. Resume with:\n  {resume}")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float) -> int:
+    """Watches until process `pid` is gone (0) or its run stalls (EXIT_STALLED, after SIGTERM to `pid`)."""
+    started = {"phase": "setup", "time": time.time()}  # stands in until the first beat
+    while alive(pid):
+        heartbeat = read(run_dir / HEARTBEAT) or started
+        if heartbeat["time"] < started["time"]:
+            # A resumed run: the old heartbeat says where the last run stopped, its time says nothing about this one.
+            heartbeat = started
+        silent = overdue(heartbeat, settings, time.time())
+        if silent is not None:
+            message = stall_message(heartbeat, silent, settings, resume)
+            (run_dir / STALLED).write_text(json.dumps({**heartbeat, "silent": silent, "message": message}))
+            print(message, file=sys.stderr, flush=True)
+            os.kill(pid, signal.SIGTERM)
+            return EXIT_STALLED
+        time.sleep(poll)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder that holds heartbeat.json")
+    parser.add_argument("--pid", type=int, required=True, help="main process of the job, which gets the SIGTERM")
+    parser.add_argument("--resume", default="", help="command that resumes the run, for the message")
+    parser.add_argument("--poll", type=float, default=2.0, help="seconds between two looks at the heartbeat")
+    args = parser.parse_args(argv)
+    resume = args.resume or f"RUN_DIR={args.run_dir} bash run_job.sh"
+    return watch(args.run_dir, args.pid, Settings.load(), resume, args.poll)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
