@@ -1,0 +1,191 @@
+#!/usr/bin/env bash
+# Makes what the recipe runs on: the trainer's environment, the env server's, the pinned OpenCode, a sandbox runtime.
+#
+#   bash setup.sh [--local] [--tests]      make everything, print where it lies
+#   source setup.sh; setup_all             the same from a script; exports TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN
+#
+# Idempotent: an environment is made once per requirements file and Python version under CACHE_DIR and then reused.
+# Variables:
+#   TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN   use these (existing) interpreters and binary, make none
+#   TRAINER_BASE_PYTHON, ENV_BASE_PYTHON       interpreters to make the environments from
+#   INSTALLER=auto|pip|uv                      auto takes uv where it is on PATH
+#   TORCH_INDEX=<package index URL>            where to take torch from, e.g. an index of CPU builds
+#   CACHE_DIR                                  default ~/.cache/lfm-opencode-lora-rl
+# Exit codes: 0 ok, 64 wrong settings, 69 something could not be installed.
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+setup_say() { printf '%s [setup] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
+setup_fail() { setup_say "ERROR: $1"; exit "${2:-69}"; }
+
+# find_python WHAT MIN_MINOR [OVERRIDE]: prints the first Python 3.MIN_MINOR or newer (up to 3.14) that can make a venv.
+find_python() {
+  local what=$1 min=$2 override=${3:-} candidate
+  local -a candidates=(python3)
+  for minor in 12 13 11 14; do candidates+=("python3.$minor"); done
+  shopt -s nullglob
+  candidates+=("${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*/bin/python3 /opt/*/bin/python3)
+  shopt -u nullglob
+  [[ -n $override ]] && candidates=("$override")
+  for candidate in "${candidates[@]}"; do
+    if "$candidate" -c "import sys, venv, ensurepip; sys.exit(not (3, $min) <= sys.version_info[:2] <= (3, 14))" \
+      >/dev/null 2>&1; then
+      "$candidate" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+  if [[ -z $override ]] && command -v uv >/dev/null; then
+    candidate=$(uv python find ">=3.$min,<3.15" 2>/dev/null || true)
+    if [[ -n $candidate ]]; then echo "$candidate"; return; fi
+  fi
+  setup_fail "no Python >= 3.$min with venv was found for the $what${override:+ at $override}: install one (for example
+  apt-get install python3.12-venv, or uv python install 3.12) or name it in $(tr '[:lower:] ' '[:upper:]_' <<<"$what")_BASE_PYTHON"
+}
+
+installer() {
+  case ${INSTALLER:-auto} in
+    pip | uv) echo "$INSTALLER" ;;
+    auto) if command -v uv >/dev/null; then echo uv; else echo pip; fi ;;
+    *) setup_fail "INSTALLER=$INSTALLER: must be auto, pip or uv" 64 ;;
+  esac
+}
+
+# install PYTHON ARGS...: installs into the environment of PYTHON; its output goes to the set-up log.
+install() {
+  local python=$1 log=$CACHE_PATH/setup.log
+  shift
+  local -a command=("$python" -m pip install --no-input --disable-pip-version-check)
+  [[ $(installer) == uv ]] && command=(uv pip install --python "$python")
+  if ! "${command[@]}" "$@" >>"$log" 2>&1; then
+    tail -n 20 "$log" >&2
+    setup_fail "installing ($*) failed; the lines above are the end of $log. Run the same command again to go on"
+  fi
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+# install_torch PYTHON: torch first and alone, because the same version comes as a CPU and as a CUDA build.
+install_torch() {
+  local python=$1 spec picked
+  spec=$(grep '^torch==' "$REPO/requirements/trainer.in")
+  local -a index=()
+  [[ -n ${TORCH_INDEX:-} ]] && index=(--index-url "$TORCH_INDEX")
+  if ! has_gpu && [[ -z ${TORCH_INDEX:-} && $(uname -sm) == "Linux x86_64" ]]; then
+    picked=$("$python" -m pip install --disable-pip-version-check --dry-run --quiet --no-deps --report - "$spec" 2>/dev/null |
+      "$python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' || true)
+    if [[ $(installer) == uv || $picked != *+cpu* ]]; then
+      setup_say "no GPU here, and $spec from the default index is a CUDA build: about 3 GB to download, 5 GB on disk."
+      setup_say "To take a CPU build (about 200 MB), stop now and set TORCH_INDEX to the URL of an index of CPU builds."
+    fi
+  fi
+  setup_say "installing $spec"
+  install "$python" "${index[@]}" "$spec"
+}
+
+# make_env NAME BASE_PYTHON REQUIREMENTS [VENV_FLAG]: prints the interpreter of a finished environment.
+make_env() {
+  local name=$1 base=$2 requirements=$3 flag=${4:-} key dir
+  key=$({ cat "$requirements"; "$base" -V; echo "$base ${TORCH_INDEX:-} $flag"; } | sha256sum | cut -c1-12)
+  dir=$CACHE_PATH/envs/$name-$key
+  mkdir -p "$CACHE_PATH/envs"
+  (
+    flock 9 # two runs that start together make it once
+    if [[ ! -e $dir/.complete ]]; then
+      local free
+      free=$(df -Pk "$CACHE_PATH" | awk 'NR == 2 {print int($4 / 1048576)}')
+      ((free >= 4)) || setup_fail "only ${free} GiB are free in $CACHE_PATH; about 4 are needed: free some or set CACHE_DIR"
+      setup_say "making the $name environment ($(grep -c == "$requirements") packages, $("$base" -V), $(installer)) in $dir"
+      rm -rf "$dir"
+      "$base" -m venv ${flag:+"$flag"} "$dir" >&2
+      [[ $name == trainer ]] && install_torch "$dir/bin/python"
+      install "$dir/bin/python" -r "$requirements"
+      touch "$dir/.complete"
+    fi
+    if [[ -n ${SETUP_TESTS:-} ]] && ! cmp -s "$REPO/requirements/tests.txt" "$dir/.tests"; then
+      setup_say "adding the test tools to the $name environment"
+      install "$dir/bin/python" -r "$REPO/requirements/tests.txt"
+      cp "$REPO/requirements/tests.txt" "$dir/.tests"
+    fi
+  ) 9>"$dir.lock"
+  echo "$dir/bin/python"
+}
+
+# check_imports WHAT PYTHON MODULES...: one line with the versions that this interpreter really imports.
+check_imports() {
+  local what=$1 python=$2
+  shift 2
+  "$python" - "$what" "$@" <<'EOF' >&2 || setup_fail "the $what environment ($python) lacks a package that it needs; see the line above"
+import importlib.metadata as metadata, importlib.util, sys
+what, *modules = sys.argv[1:]
+missing = [m for m in modules if importlib.util.find_spec(m) is None]
+versions = [f"{m} {metadata.version(m)}" for m in modules if m not in missing]
+print(f"         [setup] {what}: Python {sys.version.split()[0]}, {', '.join(versions)}"
+      + (f"; MISSING: {', '.join(missing)}" if missing else ""))
+sys.exit(bool(missing))
+EOF
+}
+
+sandbox_runtime_works() {
+  bwrap --ro-bind / / --unshare-pid --unshare-net --dev /dev --proc /proc true 2>/dev/null ||
+    proot -r / true >/dev/null 2>&1
+}
+
+setup_sandbox_runtime() {
+  sandbox_runtime_works && return
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    setup_say "installing bubblewrap and proot with apt-get"
+    { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q bubblewrap proot; } \
+      >>"$CACHE_PATH/setup.log" 2>&1 || true
+    sandbox_runtime_works && return
+  fi
+  setup_fail "local sandboxes need bubblewrap, or proot where user namespaces are refused, and neither works here:
+  run 'apt-get update && apt-get install -y bubblewrap proot' as root (other systems: the packages of these names)"
+}
+
+# setup_all: everything; needs the settings in the environment or takes them from PRESET.
+setup_all() {
+  local exported base
+  exported=$(cd "$REPO" && python3 -m recipe.config export) || exit 64
+  eval "$exported"
+  CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
+  mkdir -p "$CACHE_PATH"
+  if [[ -z ${TRAINER_PYTHON:-} ]]; then
+    if [[ $PRESET == job ]]; then
+      # The job image: vLLM, torch and transformers are there already and stay untouched.
+      base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
+      TRAINER_PYTHON=$(make_env trainer-job "$base" "$REPO/requirements/trainer-job.txt" --system-site-packages) || exit 69
+    else
+      base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-}") || exit 69
+      TRAINER_PYTHON=$(make_env trainer "$base" "$REPO/requirements/trainer.txt") || exit 69
+    fi
+  fi
+  if [[ -z ${ENV_PYTHON:-} ]]; then
+    base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
+    ENV_PYTHON=$(make_env env-server "$base" "$REPO/requirements/env-server.txt") || exit 69
+  fi
+  export TRAINER_PYTHON ENV_PYTHON
+  check_imports trainer "$TRAINER_PYTHON" torch transformers trl peft openenv trackio
+  check_imports "env server" "$ENV_PYTHON" openenv harbor huggingface_hub
+  if [[ -z ${OPENCODE_BIN:-} ]]; then
+    OPENCODE_BIN=$(cd "$REPO" && "$ENV_PYTHON" -m recipe.opencode_binary) || exit 69
+  fi
+  export OPENCODE_BIN
+  setup_say "agent: OpenCode $OPENCODE_VERSION at $OPENCODE_BIN"
+  if [[ $SANDBOX == local ]]; then setup_sandbox_runtime; fi
+}
+
+setup_main() {
+  while (($#)); do
+    case $1 in
+      --local) export PRESET=local ;;
+      --tests) export SETUP_TESTS=1 ;;
+      -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; return 0 ;;
+      *) setup_fail "unknown argument $1; see bash setup.sh --help" 64 ;;
+    esac
+    shift
+  done
+  setup_all
+  printf 'export TRAINER_PYTHON=%q ENV_PYTHON=%q OPENCODE_BIN=%q\n' "$TRAINER_PYTHON" "$ENV_PYTHON" "$OPENCODE_BIN"
+}
+
+if [[ ${BASH_SOURCE[0]} == "$0" ]]; then setup_main "$@"; fi
