@@ -144,25 +144,35 @@ setup_sandbox_runtime() {
 
 # setup_all: everything; needs the settings in the environment or takes them from PRESET.
 setup_all() {
-  local exported base
+  local exported
   exported=$(cd "$REPO" && python3 -m recipe.config export) || exit 64
   eval "$exported"
   CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
   mkdir -p "$CACHE_PATH"
+  local trainer_base env_base made
+  made=$(mktemp -d)
+  # Side by side: each is bound by one core of pip and by the network. An absent result file means that one failed.
+  if [[ -z ${ENV_PYTHON:-} ]]; then
+    env_base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
+    (make_env env-server "$env_base" "$REPO/requirements/env-server.txt" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
+  fi
   if [[ -z ${TRAINER_PYTHON:-} ]]; then
     if [[ $PRESET == job ]]; then
       # The job image: vLLM, torch and transformers are there already and stay untouched.
-      base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
-      TRAINER_PYTHON=$(make_env trainer-job "$base" "$REPO/requirements/trainer-job.txt" --system-site-packages) || exit 69
+      trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
+      TRAINER_PYTHON=$(make_env trainer-job "$trainer_base" "$REPO/requirements/trainer-job.txt" \
+        --system-site-packages) || exit 69
     else
-      base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-}") || exit 69
-      TRAINER_PYTHON=$(make_env trainer "$base" "$REPO/requirements/trainer.txt") || exit 69
+      trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-}") || exit 69
+      TRAINER_PYTHON=$(make_env trainer "$trainer_base" "$REPO/requirements/trainer.txt") || exit 69
     fi
   fi
   if [[ -z ${ENV_PYTHON:-} ]]; then
-    base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
-    ENV_PYTHON=$(make_env env-server "$base" "$REPO/requirements/env-server.txt") || exit 69
+    wait
+    [[ -s $made/env ]] || exit 69
+    ENV_PYTHON=$(<"$made/env")
   fi
+  rm -rf "$made"
   export TRAINER_PYTHON ENV_PYTHON
   check_imports trainer "$TRAINER_PYTHON" torch transformers trl peft openenv trackio
   check_imports "env server" "$ENV_PYTHON" openenv harbor huggingface_hub

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# The tests, from a clean checkout: makes the environments first (see setup.sh), then runs lint, unit tests, the
+# contract tests of the policy server and the end-to-end tests with the real OpenCode, proxy, Harbor and TRL.
+#
+#   bash run_tests.sh                 everything
+#   bash run_tests.sh trainer         one or more of: lint trainer env contract e2e
+#   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
+#
+# Exit codes: 0 all passed, 1 something failed, 64 wrong usage, 69 set-up failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+case ${1:-} in -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;; esac
+
+groups=()
+while (($#)) && [[ $1 != -* ]]; do
+  case $1 in
+    lint | trainer | env | contract | e2e) groups+=("$1") ;;
+    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, env, contract, e2e)" >&2; exit 64 ;;
+  esac
+  shift
+done
+((${#groups[@]})) || groups=(lint trainer env contract e2e)
+
+export PRESET=local SETUP_TESTS=1
+# Settings of the caller's shell would change what is tested; the tests set their own.
+unset MODEL MAX_STEPS N_TASKS SANDBOX RUN_DIR ADAPTER_REPO ENGINE HF_TOKEN
+source ./setup.sh
+setup_all
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+tools=$(dirname "$TRAINER_PYTHON")
+failed=()
+run() {
+  local name=$1
+  shift
+  printf '\n=== %s\n' "$name"
+  "$@" || failed+=("$name")
+}
+
+for group in "${groups[@]}"; do
+  case $group in
+    lint)
+      run "lint: ruff" "$tools/ruff" check --no-cache .
+      run "lint: shellcheck" "$tools/shellcheck" -x ./*.sh recipe/*.sh .ci/run
+      ;;
+    env) run env "$ENV_PYTHON" -m pytest tests/env "$@" ;;
+    *) run "$group" "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" ;;
+  esac
+done
+
+if ((${#failed[@]})); then
+  printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
+  exit 1
+fi
+printf '\nall passed: %s\n' "${groups[*]}"
