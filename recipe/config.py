@@ -74,6 +74,7 @@ class Settings:
     lora_dropout: float = knob(0.0, "LORA_DROPOUT", "dropout before A; 0 keeps sampler and trainer equal",
                                check=between(0, 0.9))
     lora_targets: tuple[str, ...] = knob(LORA_TARGETS, "LORA_TARGETS", "adapted modules, comma-separated names")
+    lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
                                 local=2e-3)
