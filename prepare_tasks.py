@@ -1,0 +1,110 @@
+"""Writes the tasks of a run to $RUN_DIR/tasks/{train,test}, pinned and checked.
+
+    RUN_DIR=runs/a python prepare_tasks.py             # the recipe's tasks, from the Hub (data/*.json)
+    RUN_DIR=runs/a python prepare_tasks.py --local     # generated tasks, no network
+    python prepare_tasks.py --local --out /tmp/tasks --split test
+
+Each task appears as a whole or not at all, and what is there already is checked and kept: an interrupted run is
+continued by the same command. $RUN_DIR/tasks/<split>.json lists the tasks in the recipe's order.
+Exit codes: 0 ok, 64 wrong settings, 69 a task could not be fetched or is not the pinned one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from recipe import hub_tasks, local_tasks
+from recipe.config import EXIT_USAGE, REPO, Settings, SettingsError
+
+EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE
+SPLITS = ("train", "test")
+DOWNLOADS = 16  # at once
+
+Load = Callable[[], dict[str, bytes]]  # all files of one task: relative path -> content
+
+
+def local_source(split: str, n: int, seed: int) -> list[tuple[str, Load]]:
+    def loader(task: local_tasks.LocalTask) -> Load:
+        return lambda: {path: text.encode() for path, text in local_tasks.files(task).items()}
+
+    return [(task.name, loader(task)) for task in local_tasks.generate(split, n, seed)]
+
+
+def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None = None) -> list[tuple[str, Load]]:
+    """The first `n` tasks of the list. `fetch` is a seam for the tests. Raises SettingsError when `n` is too large."""
+    if n > len(pinned.tasks):
+        raise SettingsError(f"{n} tasks are asked of {pinned.dataset}, the pinned list has {len(pinned.tasks)}: lower "
+                            "N_TRAIN_TASKS or N_TASKS.")
+    fetch = fetch or hub_tasks.hub_fetch(pinned.dataset, pinned.revision)
+    return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch)) for task in pinned.tasks[:n]]
+
+
+def write_task(folder: Path, contents: dict[str, bytes]) -> bool:
+    """Makes `folder` hold exactly `contents`, atomically. Returns False when it already did."""
+    if folder.is_dir():
+        there = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        if there == contents:
+            return False
+        shutil.rmtree(folder)
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    for relative, content in contents.items():
+        path = part / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+    part.rename(folder)
+    return True
+
+
+def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path) -> tuple[int, int]:
+    """Writes the tasks to out/split, removes other tasks there, and lists them. Returns (all, newly written)."""
+    tasks = list(tasks)
+    folder = out / split
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(DOWNLOADS) as pool:
+        written = list(pool.map(lambda task: write_task(folder / task[0], task[1]()), tasks))
+    names = [name for name, _ in tasks]
+    for other in folder.iterdir():
+        if other.name not in names and (other.name.endswith(".part") or (other / "task.toml").is_file()):
+            shutil.rmtree(other)
+    (out / f"{split}.json").write_text(json.dumps({"split": split, "tasks": names}, indent=1) + "\n")
+    return len(names), sum(written)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local", action="store_true", help="use the local preset: generated tasks, no network")
+    parser.add_argument("--split", choices=SPLITS, action="append", help="only this split (default: both)")
+    parser.add_argument("--out", type=Path, help="folder to write to (default: $RUN_DIR/tasks)")
+    args = parser.parse_args(argv)
+    try:
+        settings = Settings.load(preset="local" if args.local else None)
+        out = args.out or settings.run_path / "tasks"
+        for split in args.split or SPLITS:
+            n = settings.n_train_tasks if split == "train" else settings.n_tasks
+            if settings.preset == "local":
+                source, tasks = f"generated, seed {settings.seed}", local_source(split, n, settings.seed)
+            else:
+                pinned = hub_tasks.TaskList.read(REPO / "data" / f"{split}.json")
+                source, tasks = f"{pinned.dataset}@{pinned.revision[:12]}", hub_source(pinned, n)
+            total, new = materialize(split, tasks, out)
+            print(f"[tasks] {split}: {total} tasks ({new} new, {total - new} unchanged) in {out / split}; {source}")
+    except SettingsError as err:
+        print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)
+        return EXIT_USAGE
+    except (hub_tasks.TaskError, OSError) as err:
+        again = "python prepare_tasks.py" + (" --local" if args.local else "")
+        print(f"[tasks] ERROR: {err}\nTasks written so far are kept; continue with: {again}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
