@@ -105,8 +105,9 @@ def render(result: Mapping[str, Any], adapter_name: str = "adapter") -> str:
         ["both solve", "only base", f"only {adapter_name}", "neither", "difference", "exact McNemar p"],
         [[str(g["both"]), str(g["only_base"]), str(g["only_adapter"]), str(g["neither"]),
           "–" if g["difference"] is None else f"{g['difference']:+.3f}", f"{g['mcnemar_p']:.2g}"]])
-    lines += ["", f"Tool calls on tasks that both solve: base {number(calls['base'])}, "
-                  f"{adapter_name} {number(calls['adapter'])}. Intervals are 95% Wilson."]
+    lines.append("")
+    lines.append(f"Tool calls on tasks that both solve: base {number(calls['base'])}, "
+                 f"{adapter_name} {number(calls['adapter'])}. Intervals are 95% Wilson.")
     if g["excluded"]:
         lines.append(f"{g['excluded']} tasks are not graded with both and are left out of the second table.")
     return "\n".join(lines)

@@ -1,11 +1,15 @@
 """Heartbeat of a run, and the watchdog that turns a silent stall into a loud, resumable failure.
 
     python -m recipe.watchdog --run-dir runs/job-1 --pid 4242
+    python -m recipe.watchdog --run-dir runs/job-1 --beat tasks       # one beat, for shell scripts
 
 Everything that makes progress calls ``beat(run/heartbeat.json, phase)``: each optimizer step, skipped group, phase
 change and finished evaluation cell. The watchdog reads that file; when the phase's limit passes without a beat it
 says so, sends SIGTERM to the job's main process (whose trap ends all processes and sweeps the sandboxes) and leaves
 ``stalled.json`` in the run folder, by which the job knows to exit with 75.
+
+Should the main process be killed outright (kill -9), the watchdog also ends the sessions that it listed in the run
+folder's ``processes``, so that no server outlives its job.
 
 Standard library only: shell scripts, the trainer and the servers' interpreters all use this file.
 """
@@ -13,12 +17,14 @@ Standard library only: shell scripts, the trainer and the servers' interpreters 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +33,7 @@ from recipe.config import Settings
 EXIT_STALLED = 75  # sysexits.h EX_TEMPFAIL: try again, the run folder holds what is needed
 HEARTBEAT = "heartbeat.json"
 STALLED = "stalled.json"
+PROCESSES = "processes"  # lines "<session id> <name>", kept by recipe/job.sh
 
 # Seconds without a beat that each phase may take; None means Settings.stall_limit. Phases that are not training have
 # their own health checks, so these limits only catch what those checks cannot see, such as a download that hangs.
@@ -49,13 +56,17 @@ def beat(path: str | os.PathLike[str], phase: str, **info: Any) -> None:
 
     `phase` is a key of PHASE_LIMITS; `info` is anything JSON can hold (step=…, cells=…) and is shown on a stall.
     """
-    path = Path(path)
+    write_atomic(Path(path), json.dumps({"phase": phase, "time": time.time(), "pid": os.getpid(), **info}))
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes `text` so that a reader sees the old file or the new one, whoever else writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"phase": phase, "time": time.time(), "pid": os.getpid(), **info}
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(fd, "w") as file:
-            json.dump(record, file)
+            file.write(text)
+        os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -115,16 +126,51 @@ def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float)
             os.kill(pid, signal.SIGTERM)
             return EXIT_STALLED
         time.sleep(poll)
+    for name in end_orphans(run_dir / PROCESSES):
+        print(f"the job's main process {pid} is gone: ended {name}, which it had left running", file=sys.stderr)
     return 0
+
+
+def end_orphans(listing: Path, grace: float = 10.0) -> list[str]:
+    """Ends all sessions in `listing` but this process's own, SIGTERM first; returns the names of those still alive."""
+    if not listing.exists():
+        return []
+    names = {int(sid): name for sid, name in (line.split() for line in listing.read_text().splitlines())}
+    names.pop(os.getsid(0), None)
+    ended = sorted({names[sid] for _, sid in session_members(names)})
+    deadline = time.monotonic() + grace
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for pid, _ in session_members(names):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sign)
+        while session_members(names) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    return ended
+
+
+def session_members(sids: Container[int]) -> list[tuple[int, int]]:
+    """(pid, session id) of living processes whose session is one of `sids`."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            state, _, _, sid = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(sid) in sids and state not in "ZX":
+                members.append((int(stat.parent.name), int(sid)))
+    return members
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder that holds heartbeat.json")
-    parser.add_argument("--pid", type=int, required=True, help="main process of the job, which gets the SIGTERM")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--pid", type=int, help="main process of the job, which gets the SIGTERM")
+    what.add_argument("--beat", metavar="PHASE", choices=sorted(PHASE_LIMITS), help="write one heartbeat and end")
     parser.add_argument("--resume", default="", help="command that resumes the run, for the message")
     parser.add_argument("--poll", type=float, default=2.0, help="seconds between two looks at the heartbeat")
     args = parser.parse_args(argv)
+    if args.beat:
+        beat(args.run_dir / HEARTBEAT, args.beat)
+        return 0
     resume = args.resume or f"RUN_DIR={args.run_dir} bash run_job.sh"
     return watch(args.run_dir, args.pid, Settings.load(), resume, args.poll)
 

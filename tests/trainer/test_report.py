@@ -42,8 +42,8 @@ def test_wilson_edges():
 
 def test_mcnemar_equals_the_summed_binomial():
     """Sum of all outcomes at most as likely as the observed one, in exact fractions (what scipy's binomtest does)."""
-    for b in range(0, 25):
-        for c in range(0, 25):
+    for b in range(25):
+        for c in range(25):
             n = b + c
             chance = [Fraction(comb(n, k), 2**n) for k in range(n + 1)]
             expected = sum(p for p in chance if p <= chance[b])

@@ -1,0 +1,64 @@
+#!/usr/bin/env python3
+"""Held-out evaluation: every test task with the base model and with the adapter, on one policy server.
+
+    RUN_DIR=runs/job-1 python eval_adapter.py                             # runs/job-1/adapter
+    RUN_DIR=runs/job-1 python eval_adapter.py --adapter runs/job-1/checkpoints/checkpoint-100
+
+Needs a policy server that holds the pristine base (serve_policy.sh --mode eval) and an env server (serve_env.sh) on
+the ports of the settings; run_job.sh and run_eval.sh start both. The adapter is hot-loaded under its own name and
+unloaded at the end. The engine's weights are compared with the files of base and adapter before the first cell.
+
+Writes, under RUN_DIR/eval: cells.jsonl (a line per finished cell; a second run goes on from it), final_results.json
+(pass@1 of both with 95% Wilson intervals, agreement, exact McNemar p, tool calls, settings) and final_results.md.
+
+Exit codes: 0 every cell is graded · 2 cells stayed ungraded · 64 wrong settings or adapter · 69 a server does not
+answer, serves other weights than asked, or rollouts fail in a row (run the same command again to go on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from recipe import report
+from recipe.cells import InfrastructureError
+from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.evaluation import evaluate, ungraded
+from recipe.policy_client import PolicyError
+from recipe.pristine import NotPristine
+
+EXIT_UNGRADED = 2
+EXIT_UNAVAILABLE = 69
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapter", type=Path, help="adapter folder (default: RUN_DIR/adapter)")
+    parser.add_argument("--label", default="adapter", help="name of the adapter's cells in the results")
+    parser.add_argument("--served-name", default="opencode-lora", help="model name under which the engine serves it")
+    parser.add_argument("--results", default="final_results", help="name of the results files in RUN_DIR/eval")
+    args = parser.parse_args(argv)
+    try:
+        settings = Settings.load()
+        out = settings.run_path / "eval" / f"{args.results}.json"
+        result = evaluate(settings, args.adapter or settings.run_path / "adapter", args.label, args.served_name, out)
+    except (SettingsError, FileNotFoundError, ValueError) as err:
+        print(f"evaluation did not start: {err}", file=sys.stderr)
+        return EXIT_USAGE
+    except (InfrastructureError, NotPristine, PolicyError) as err:
+        print(f"evaluation stopped: {err}\nFinished cells are kept; the same command goes on from them.",
+              file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    table = report.render(result, args.label)
+    out.with_suffix(".md").write_text(table + "\n")
+    print(f"\n{table}\n\nresults: {out}")
+    if ungraded(result):
+        print(f"{ungraded(result)} cells stayed ungraded after {settings.eval_retries + 1} attempts; reasons are in "
+              f"{out.parent / 'cells.jsonl'}. The same command tries them again.", file=sys.stderr)
+        return EXIT_UNGRADED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Evaluation cells: one held-out task with one model, run until graded, kept on disk one JSON line each.
+
+A cell is correct, wrong or ungraded (its rollout did not run: dead sandbox, refused key, an agent that never reached
+the model). Ungraded attempts are repeated with a fresh session; a breaker stops a run in which the infrastructure
+fails before it burns the task set. Only finished cells are written, so a run that stops goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Outcome(Protocol):
+    """What one evaluation rollout reports (recipe.harbor_sessions.EvalRollout)."""
+
+    status: str  # "graded" or "ungraded"
+    reason: str  # why it is ungraded, or a remark such as "agent timeout"
+    reward: float | None
+    tool_calls: int
+    model_calls: int
+    tokens: int
+    seconds: float
+    trial_name: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cell to fill. `model` is the label in results; `served` the name the engine knows; `fingerprint` names
+    everything that could change the result, so that a cell is reused only where it still holds."""
+
+    task: str
+    index: int
+    model: str
+    served: str
+    fingerprint: str
+    difficulty: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One finished cell; `tokens` are sampled tokens, `seconds` the last attempt's wall time."""
+
+    task: str
+    difficulty: str
+    kind: str
+    model: str
+    status: str
+    reason: str
+    reward: float | None
+    tool_calls: int
+    model_calls: int
+    tokens: int
+    seconds: float
+    attempts: int
+    trial: str
+    fingerprint: str
+    time: float
+
+
+class InfrastructureError(RuntimeError):
+    """Rollouts fail for a reason that is not the model's: evaluation stops, finished cells are kept."""
+
+
+class CellLog:
+    """Append-only eval/cells.jsonl. A later line of the same task and model replaces an earlier one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, cell: Cell) -> None:
+        with self._lock, self.path.open("a+b") as file:
+            if file.tell():  # a line torn by a kill must not swallow this one
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+            file.write(json.dumps(asdict(cell)).encode() + b"\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; a line torn by a kill is skipped, its cell counts as unfinished."""
+        if not self.path.exists():
+            return []
+        cells = []
+        for line in self.path.read_text().splitlines():
+            try:
+                cells.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return cells
+
+    def graded(self, jobs: Iterable[Job]) -> tuple[dict[Job, dict[str, Any]], int]:
+        """Cells of `jobs` that need no new run, and how many are stale: graded, but under another fingerprint."""
+        last = {(c["task"], c["model"]): c for c in self.read()}
+        found, stale = {}, 0
+        for job in jobs:
+            cell = last.get((job.task, job.model))
+            if cell is None or cell["status"] == "ungraded":
+                continue
+            if cell["fingerprint"] == job.fingerprint:
+                found[job] = cell
+            else:
+                stale += 1
+        return found, stale
+
+
+def fingerprint(**parts: Any) -> str:
+    """Short hash of everything that could change a cell's result (any JSON-ready values)."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
+    if outcome.status == "graded" and outcome.reward is not None:
+        status = "correct" if outcome.reward > 0 else "wrong"
+    else:
+        status = "ungraded"
+    return Cell(task=job.task, difficulty=job.difficulty, kind=job.kind, model=job.model, status=status,
+                reason=outcome.reason, reward=outcome.reward if status != "ungraded" else None,
+                tool_calls=outcome.tool_calls, model_calls=outcome.model_calls, tokens=outcome.tokens,
+                seconds=round(outcome.seconds, 3), attempts=attempts, trial=outcome.trial_name,
+                fingerprint=job.fingerprint, time=time.time())
+
+
+def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurrency: int, retries: int,
+              on_cell: Callable[[Cell], None], healthy: Callable[[], str | None] = lambda: None,
+              breaker: int = 0, backoff: float = 2.0) -> None:
+    """Runs `jobs`, `concurrency` at once and in order; `on_cell` gets each finished cell, from one thread.
+
+    An ungraded attempt is repeated up to `retries` times, `backoff` seconds · attempt later. After each ungraded
+    attempt `healthy()` is asked and may name a dead server; that, or `breaker` ungraded attempts in a row over all
+    cells (0: four rounds of `concurrency`, at least 8), raises InfrastructureError. Cells in flight are then let
+    finish, and kept when graded; the rest stay unfinished.
+    """
+    breaker = breaker or max(8, 4 * concurrency)
+    stop, lock = threading.Event(), threading.Lock()
+    state = {"in_a_row": 0, "why": ""}
+
+    def trip(why: str) -> None:
+        state["why"] = state["why"] or why
+        stop.set()
+
+    def attempt_until_graded(job: Job) -> Cell | None:
+        for attempt in range(1, retries + 2):
+            cell = finish(job, run_one(job), attempt)
+            with lock:
+                if cell.status != "ungraded":
+                    state["in_a_row"] = 0
+                    return cell
+                state["in_a_row"] += 1
+                if state["in_a_row"] >= breaker:
+                    trip(f"{state['in_a_row']} rollouts in a row did not run; the last reason: {cell.reason}")
+            dead = healthy()
+            if dead:
+                trip(dead)
+            if stop.is_set() and attempt <= retries:
+                return None  # not all its attempts were made: the cell is unfinished, not ungraded
+            if attempt <= retries:
+                stop.wait(backoff * attempt)
+        return cell
+
+    queue = iter(jobs)
+    running: set[Future[Cell | None]] = set()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="cell") as pool:
+        try:
+            while True:
+                while len(running) < concurrency and not stop.is_set() and (job := next(queue, None)):
+                    running.add(pool.submit(attempt_until_graded, job))
+                if not running:
+                    break
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    cell = future.result()
+                    if cell is not None:
+                        on_cell(cell)
+        except BaseException:
+            stop.set()
+            raise
+    if stop.is_set():
+        raise InfrastructureError(state["why"])
