@@ -54,8 +54,8 @@ def _task(folder: Path, ref: Any) -> EvalTask:
     try:
         meta = tomllib.loads((folder / "task.toml").read_text()).get("metadata", {})
     except FileNotFoundError as err:
-        raise InfrastructureError(f"the env server serves task {ref.task_name}, but {folder} does not exist: prepare the "
-                                  "tasks into this run folder and start the env server on it") from err
+        raise InfrastructureError(f"the env server serves task {ref.task_name}, but {folder} does not exist: prepare "
+                                  "the tasks into this run folder and start the env server on it") from err
     return EvalTask(ref.task_name, ref.index, str(meta.get("difficulty", "")), str(meta.get("kind", "")),
                     digest_of(sorted(p for p in folder.rglob("*") if p.is_file())))
 

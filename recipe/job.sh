@@ -250,3 +250,57 @@ job_end() {
   say "ends with exit code $code; logs in $LOGS"
   exit "$code"
 }
+
+# --- the steps that the three scripts share ---------------------------------------------------------------------
+
+# job_setup: environments and the agent's binary; exports TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN.
+job_setup() {
+  # shellcheck disable=SC2016 # expanded by the inner shell
+  FOLLOW=. run_step setup bash -c 'bash setup.sh >"$RUN_DIR/setup.env"'
+  # shellcheck source=/dev/null
+  source "$RUN_DIR/setup.env"
+  if [[ -z ${CAPTURE_ADMIN_KEY:-} ]]; then
+    CAPTURE_ADMIN_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')
+  fi
+  export CAPTURE_ADMIN_KEY # opens the proxy's management routes; lives in the environment only
+  # With two GPUs the trainer has the first and the policy server the second; with one they share it.
+  local gpus=0
+  if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
+  # shellcheck disable=SC2034 # TRAINER_GPU is read by run_job.sh
+  POLICY_GPU=() TRAINER_GPU=()
+  # shellcheck disable=SC2034
+  if ((gpus > 1)); then POLICY_GPU=(CUDA_VISIBLE_DEVICES=1) TRAINER_GPU=(CUDA_VISIBLE_DEVICES=0); fi
+}
+
+start_watchdog() {
+  step watchdog "guarding the run: ${STALL_LIMIT} s without progress in training end it"
+  start_process watchdog python3 -m recipe.watchdog --run-dir "$RUN_DIR" --pid "$$" --resume "$RESUME"
+}
+
+# start_policy train|eval: train takes weight updates, eval is the pristine base that adapters can be loaded into.
+start_policy() {
+  step policy "starting the policy server ($1 mode, $MODEL)"
+  beat policy
+  start_process policy env "${POLICY_GPU[@]}" bash serve_policy.sh --mode "$1"
+  wait_healthy policy "$POLICY_PORT" /health 1800
+}
+
+start_env() {
+  step env "starting the env server and its capture proxy (public port $PUBLIC_PORT)"
+  beat env
+  start_process env bash serve_env.sh
+  wait_healthy env "$ENV_PORT" /health 600
+}
+
+# run_eval ARGS...: eval_adapter.py; EVAL_CODE is 0, or 2 when cells stayed ungraded.
+run_eval() {
+  EVAL_CODE=0
+  beat eval-setup
+  start_process eval "$TRAINER_PYTHON" eval_adapter.py "$@"
+  follow eval .
+  supervise eval || EVAL_CODE=$?
+  if ((EVAL_CODE != 0 && EVAL_CODE != 2)); then
+    die "$EVAL_CODE" "the evaluation failed with code $EVAL_CODE. Its log: $LOGS/eval.log
+  Finished cells are kept. Resume with: $RESUME"
+  fi
+}

@@ -62,7 +62,7 @@ def agreement(base: Mapping[str, Cell], adapter: Mapping[str, Cell]) -> dict[str
     pairs = [(base[t], adapter[t]) for t in tasks
              if t in base and t in adapter and base[t]["status"] in GRADED and adapter[t]["status"] in GRADED]
     solved = [(b["status"] == "correct", a["status"] == "correct") for b, a in pairs]
-    both = [pair for pair, s in zip(pairs, solved) if s == (True, True)]
+    both = [pair for pair, s in zip(pairs, solved, strict=True) if s == (True, True)]
     only_base, only_adapter = solved.count((True, False)), solved.count((False, True))
     return {
         "tasks": len(pairs), "excluded": len(tasks) - len(pairs),
@@ -118,7 +118,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))]
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
         return "| " + " | ".join(padded) + " |"
 
     rule = "| " + " | ".join("-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)) + " |"

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# The whole job: set-up, tasks, policy server, env server, watchdog, training, final evaluation.
+#
+#   bash run_job.sh --local                      on this machine: tiny model, CPU, local sandboxes, no Hub
+#   ADAPTER_REPO=you/name bash run_job.sh        the Hugging Face job (2 GPUs)
+#   RUN_DIR=runs/job-… bash run_job.sh           goes on where that run stopped
+#
+# Every knob is an environment variable; `python3 -m recipe.config table` lists them. All files of a run lie in RUN_DIR
+# (default runs/<preset>-<time>): logs/<process>.log, tasks/, checkpoints/, adapter/, metrics.jsonl, eval/.
+# Ctrl-C, SIGTERM, an error or the death of any process ends all of them and removes every sandbox.
+#
+# Exit codes:
+#   0   trained and evaluated
+#   1   training failed; the end of its log is shown
+#   2   evaluated, but some cells stayed ungraded (the same command tries them again)
+#   64  wrong settings or arguments, nothing was started
+#   69  a server or process died or could not start; the message names it and its log
+#   75  stalled: the watchdog saw no progress within the phase's limit
+#   130 Ctrl-C    143 SIGTERM
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$REPO"
+# shellcheck source=recipe/job.sh
+source recipe/job.sh
+
+while (($#)); do
+  case $1 in
+    --local) export PRESET=local ;;
+    -h | --help) usage "$0"; exit 0 ;;
+    *) printf 'run_job.sh: unknown argument %s; see bash run_job.sh --help\n' "$1" >&2; exit 64 ;;
+  esac
+  shift
+done
+
+job_begin run_job.sh
+
+step setup "making the environments (log $LOGS/setup.log)"
+job_setup
+
+step seam "checking the places where OpenEnv, Harbor and OpenCode are extended"
+run_step seam "$ENV_PYTHON" -c 'from recipe import seams; seams.check()'
+
+start_watchdog
+
+step tasks "preparing the tasks"
+beat tasks
+run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
+
+trained=$RUN_DIR/trained
+if [[ -e $trained && $(<"$trained") == "$MAX_STEPS" ]]; then
+  step train "already trained for $MAX_STEPS steps in this run folder; going on with the evaluation"
+  start_policy eval
+  start_env
+else
+  start_policy train
+  start_env
+  step train "training for $MAX_STEPS steps (log $LOGS/train.log)"
+  beat train-setup
+  FOLLOW='^step |^resum|^checkpoint|WARN' run_step train env "${TRAINER_GPU[@]}" "$TRAINER_PYTHON" train_lora.py
+  printf '%s\n' "$MAX_STEPS" >"$trained"
+  # Training left merged weights in the engine: base cells need the base, so it starts anew.
+  step policy "stopping the policy server that holds trained weights"
+  stop_process policy
+  start_policy eval
+fi
+
+step eval "base against adapter on $N_TASKS held-out tasks (log $LOGS/eval.log)"
+run_eval --label adapter
+
+step finish "adapter     $RUN_DIR/adapter
+         checkpoints $RUN_DIR/checkpoints
+         metrics     $RUN_DIR/metrics.jsonl
+         results     $RUN_DIR/eval/final_results.json
+         cells       $RUN_DIR/eval/cells.jsonl
+         rollouts    $RUN_DIR/trials
+         logs        $LOGS"
+exit "$EVAL_CODE"
