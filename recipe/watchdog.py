@@ -113,6 +113,7 @@ def alive(pid: int) -> bool:
 def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float) -> int:
     """Watches until process `pid` is gone (0) or its run stalls (EXIT_STALLED, after SIGTERM to `pid`)."""
     started = {"phase": "setup", "time": time.time()}  # stands in until the first beat
+    print(f"watching process {pid}; limit in training {settings.stall_limit} s", flush=True)
     while alive(pid):
         heartbeat = read(run_dir / HEARTBEAT) or started
         if heartbeat["time"] < started["time"]:
