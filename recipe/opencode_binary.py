@@ -15,6 +15,7 @@ import base64
 import binascii
 import errno
 import hashlib
+import http.client
 import os
 import platform
 import shutil
@@ -42,7 +43,7 @@ class BinaryError(RuntimeError):
 
 def registry() -> str:
     """npm's registry as this machine has it, without a trailing slash."""
-    url = os.environ.get("NPM_CONFIG_REGISTRY") or os.environ.get("npm_config_registry") or ""
+    url = next((value for name, value in os.environ.items() if name.lower() == "npm_config_registry" and value), "")
     if not url and (npm := shutil.which("npm")):
         done = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60,
                               stdin=subprocess.DEVNULL)
@@ -112,12 +113,14 @@ def _download(url: str, target: Path) -> str:
                 while block := response.read(1 << 20):
                     sha.update(block)
                     file.write(block)
+                if response.length:
+                    raise http.client.IncompleteRead(b"", response.length)  # read(n) does not tell
             return sha.hexdigest()
         except urllib.error.HTTPError as err:
             problem = err
             if err.code < 500:
                 break  # asking again will not help
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as err:
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as err:
             problem = err
     raise BinaryError(f"cannot fetch {url}: {problem}. Check the network and npm's registry setting "
                       "(NPM_CONFIG_REGISTRY), or set OPENCODE_BIN to an existing OpenCode binary")
@@ -128,7 +131,7 @@ def _unpack(tarball: Path, binary: Path) -> None:
         member = next((m for m in archive if m.name == MEMBER and m.isfile()), None)
         source = member and archive.extractfile(member)
         if not source:
-            raise BinaryError(f"{tarball.name} holds no {MEMBER}: OPENCODE_VERSION is not packed as this recipe expects")
+            raise BinaryError(f"the package holds no {MEMBER}: this OPENCODE_VERSION is packed in another way")
         with binary.open("wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
     binary.chmod(0o755)

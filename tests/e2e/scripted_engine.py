@@ -17,9 +17,10 @@ import json
 import math
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Callable
+from typing import Any
 
 LOGITS = (2.0, 0.0, -1.0, -2.0, -3.0)  # of the five best tokens, at every position
 PROBE_REPLY = "ok"
@@ -72,7 +73,7 @@ class ScriptedEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> "ScriptedEngine":
+    def __enter__(self) -> ScriptedEngine:
         self._thread.start()
         return self
 

@@ -1,0 +1,258 @@
+"""The env server: rollouts for the trainer on a loopback port, the capture proxy alone on the public port.
+
+    python -m recipe.env_server        # serve_env.sh calls it; settings are environment variables (recipe/config.py)
+
+OpenEnv's Harbor server either publishes the proxy through a forwarder or mounts it beside its control plane, whose
+routes ask for no key and spend the owner's sandboxes. Here the control plane (Task API, MCP, UI) listens on
+127.0.0.1:ENV_PORT and the public port answers /capture and nothing else.
+
+Needs tasks under RUN_DIR/tasks/{train,test} and a policy server at POLICY_PORT that returns token ids and processed
+log-probabilities. Variables beside the settings:
+    PUBLIC_URL              base URL under which sandboxes reach the public port (default by SANDBOX, see public_url)
+    CAPTURE_ADMIN_KEY       opens the proxy's management routes; minted for this run when unset, and then unknown to all
+    ENABLE_WEB_INTERFACE    true adds OpenEnv's web UI at /web of the control plane (slower start)
+    OPENCODE_BIN            an existing OpenCode binary for local sandboxes
+Exit codes: 64 wrong settings or no tasks; 69 busy port, changed seam, no sandbox, or an engine that cannot be trained
+on; 130/143 ended by SIGINT/SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from recipe import opencode_binary, sandbox_files, sandbox_isolation, seams
+from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
+
+MOUNT = "/capture"
+SPLITS = ("train", "test")
+WS_PING_S = 120.0  # a loaded machine answers pings late, and a closed socket loses a rollout that was paid for
+SHUTDOWN_S = 10  # for sandboxes to stop before they are swept
+
+
+class StartError(RuntimeError):
+    """The server cannot start; the message says why and what to do."""
+
+
+def say(text: str) -> None:
+    print(f"[env] {text}", flush=True)
+
+
+def public_url(settings: Settings, environ: Mapping[str, str]) -> str:
+    """Base URL of the capture proxy as a sandbox reaches it. Raises SettingsError where it cannot be derived."""
+    if environ.get("PUBLIC_URL"):
+        return environ["PUBLIC_URL"].rstrip("/") + MOUNT
+    if settings.sandbox == "local":
+        return f"http://127.0.0.1:{settings.public_port}{MOUNT}"
+    if environ.get("JOB_ID"):  # set in every Hugging Face Job
+        return f"https://{environ['JOB_ID']}--{settings.public_port}.hf.jobs{MOUNT}"
+    raise SettingsError(f"SANDBOX={settings.sandbox} runs elsewhere and JOB_ID is not set, so this is no Hugging Face "
+                        "Job: set PUBLIC_URL to the https address under which sandboxes reach port "
+                        f"{settings.public_port}, or use SANDBOX=local")
+
+
+def check_tasks(settings: Settings) -> None:
+    """Raises SettingsError when a split has no task."""
+    for split in SPLITS:
+        folder = settings.run_path / "tasks" / split
+        if not any(folder.glob("*/task.toml")):
+            raise SettingsError(f"no tasks in {folder}: run prepare_tasks.py first (run_job.sh does)")
+
+
+def check_sandbox(settings: Settings) -> None:
+    """Says what isolates rollouts here; raises StartError when the configured sandbox cannot work."""
+    if settings.sandbox == "local":
+        if not os.environ.get("OPENCODE_BIN"):
+            os.environ["OPENCODE_BIN"] = str(opencode_binary.ensure_binary(settings))
+        say(f"local sandbox: {sandbox_isolation.detect(settings.sandbox_runtime).describe()}")
+        return
+    from openenv.harbor.capabilities import check_sandbox as ask
+
+    status = ask(settings.sandbox)
+    if not status.available:
+        raise StartError(f"SANDBOX={settings.sandbox} cannot be used: {status.detail}")
+
+
+def sweep_sandboxes(settings: Settings) -> None:
+    """Ends and removes local sandboxes of this run that outlived their rollout, or an earlier server."""
+    if settings.sandbox != "local":
+        return
+    killed, removed = sandbox_files.sweep(settings.run_path / "sandboxes", settings.run_path.name,
+                                          settings.keep_sandbox)
+    if killed or removed:
+        say(f"swept {killed} processes and {removed} folders of sandboxes that had not ended")
+
+
+def probe_engine(settings: Settings) -> dict[str, Any]:
+    """OpenEnv's live probe of the policy server. Raises StartError unless rollouts of it can be trained on."""
+    from openenv.core.harness.capture.validate_llm import validate_llm
+
+    report = validate_llm(settings.policy_url, settings.model, timeout=300)
+    for finding in report.findings:
+        say(f"engine: {finding}")
+    say(f"engine {settings.policy_url} ({settings.model}): grade {report.rollout_type}, capture level "
+        f"{report.capture_level}, log-probs {report.logprobs_mode or 'not measured'}")
+    if not report.reachable or report.rollout_type != "train":
+        raise StartError(
+            f"the policy server at {settings.policy_url} is not graded \"train\""
+            f"{'' if report.reachable else ' (it cannot be used at all)'}: start it with serve_policy.sh, that is with "
+            "--return-tokens-as-token-ids --logprobs-mode processed_logprobs and the tool-call parser")
+    return {"url": settings.policy_url, "model": settings.model, "ok": True, "capture_level": report.capture_level,
+            "rollout_type": report.rollout_type, "reachable": True, "findings": report.findings}
+
+
+def outer_app(capture_app: Any) -> Any:
+    """What the public port serves: `capture_app` at /capture, 404 for every other path."""
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    return Starlette(routes=[Mount(MOUNT, app=capture_app)])
+
+
+class EndAbandonedRollouts:
+    """ASGI middleware: a WebSocket client that leaves ends its rollout, and with it the sandbox.
+
+    OpenEnv's handler reads the socket only between two steps, so a rollout whose caller is gone would keep a
+    sandbox, a session and the engine until the agent's timeout.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "websocket":
+            await self.app(scope, receive, send)
+            return
+        messages: asyncio.Queue[Any] = asyncio.Queue()
+        handler = asyncio.create_task(self.app(scope, messages.get, send))
+
+        async def listen() -> None:
+            while True:
+                message = await receive()
+                messages.put_nowait(message)
+                if message["type"] == "websocket.disconnect":
+                    await asyncio.wait([handler], timeout=1)  # an idle handler reads it and leaves by itself
+                    handler.cancel()
+                    return
+
+        listener = asyncio.create_task(listen())
+        try:
+            await asyncio.wait([handler])
+        finally:
+            listener.cancel()
+            handler.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await handler
+
+
+async def serve(apps: list[tuple[Any, socket.socket]]) -> int:
+    """Serves each app on its bound socket until SIGTERM or SIGINT; returns 128 + signal, or 69 if a server ends."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> Any:
+            return contextlib.nullcontext()  # one handler for all servers, below
+
+    # One thread and one loop: the children of sandboxes die with the thread that started them.
+    servers = [Server(uvicorn.Config(app, log_level="warning", lifespan="on", ws_ping_interval=WS_PING_S,
+                                     ws_ping_timeout=WS_PING_S, timeout_graceful_shutdown=SHUTDOWN_S))
+               for app, _ in apps]
+    received: list[int] = []
+
+    def stop(signum: int = 0) -> None:
+        received.append(signum)
+        for server in servers:
+            server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop, signum)
+
+    async def run(server: Any, sock: socket.socket) -> None:
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            stop()
+
+    await asyncio.gather(*(run(server, sock) for server, (_, sock) in zip(servers, apps, strict=True)))
+    return 128 + received[0] if received and received[0] else EXIT_UNAVAILABLE
+
+
+def run(settings: Settings) -> int:
+    """Checks everything that can be wrong, cheapest first, then serves."""
+    url = public_url(settings, os.environ)
+    check_tasks(settings)
+    # A local sandbox reaches the public port over loopback, so nobody else has to.
+    public = bind(settings.public_port, "PUBLIC_PORT", "127.0.0.1" if settings.sandbox == "local" else "0.0.0.0")
+    control = bind(settings.env_port, "ENV_PORT")
+
+    trials = settings.run_path / "trials"
+    trials.mkdir(parents=True, exist_ok=True)
+    # Read by OpenEnv when its modules are imported or its app is built.
+    os.environ["OPENENV_HARBOR_TRIALS_DIR"] = str(trials)
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else its import waits for a download that nothing here reads
+    os.environ["MAX_CONCURRENT_ENVS"] = str(settings.max_concurrent_envs)
+    os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = os.environ.pop("CAPTURE_ADMIN_KEY", "") or secrets.token_urlsafe(24)
+
+    seams.check()
+    seams.install(settings)
+    check_sandbox(settings)
+    sweep_sandboxes(settings)
+    llm = probe_engine(settings)
+
+    from openenv.harbor.serving import HarborService, build_app
+
+    service = HarborService(llm_url=settings.policy_url, model=settings.model, datasets=list(SPLITS),
+                            capture_port=settings.public_port, expose="direct",
+                            capture_level=llm["capture_level"], max_output_tokens=settings.max_output_tokens)
+    service.public_url = url
+    HarborService.set_current(service)
+    os.environ.pop("OPENENV_CAPTURE_ADMIN_KEY")  # kept in the service; no child process has to see it
+    # A split's name is the folder it is read from, so the work folder makes "train" and "test" those names.
+    os.chdir(settings.run_path / "tasks")
+    app = build_app(datasets=list(SPLITS), llm_url=settings.policy_url, model=settings.model, llm=llm)
+    say(f"capture proxy on port {settings.public_port}, known to sandboxes as {url}")
+    say(f"control plane on 127.0.0.1:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts at once, "
+        f"trials in {trials}")
+    try:
+        return asyncio.run(serve([(EndAbandonedRollouts(app), control), (outer_app(service.capture.app), public)]))
+    finally:
+        sweep_sandboxes(settings)
+
+
+def quiet_logs() -> None:
+    """Warnings only: Harbor's debug log shows the commands it runs, and with them the session's key."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.WARNING)
+    # One warning a rollout that OpenCode has no step limit of its own; the proxy's budget is the one we rely on.
+    logging.getLogger("openenv.harbor.seams").setLevel(logging.ERROR)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(argv)
+    quiet_logs()
+    try:
+        return run(Settings.load())
+    except SettingsError as err:
+        print(f"Settings are wrong, nothing was started:\n{err}", file=sys.stderr)
+        return EXIT_USAGE
+    except (PortBusy, StartError, seams.SeamError, opencode_binary.BinaryError,
+            sandbox_isolation.SandboxError) as err:
+        print(f"env server not started: {err}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

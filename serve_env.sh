@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# The env server and the capture proxy alone, for set-ups on several machines (run_job.sh calls this script too).
+#
+#   RUN_DIR=runs/a bash serve_env.sh            # settings are environment variables, see README.md
+#   RUN_DIR=runs/a PRESET=local bash serve_env.sh
+#
+# Needs: tasks in RUN_DIR/tasks/{train,test} (prepare_tasks.py), a policy server at POLICY_PORT (serve_policy.sh),
+# and ENV_PYTHON, the env server's Python (setup.sh makes and exports it).
+# Serves: 127.0.0.1:ENV_PORT for the trainer, PUBLIC_PORT/capture for the sandboxes. `--help` lists everything else.
+# Exit codes: 64 wrong settings, 69 could not start (the message says why), 130/143 ended by a signal.
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$REPO"
+
+case ${1:-} in
+  -h | --help)
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    PYTHONPATH=$REPO python3 -m recipe.env_server --help
+    exit 0
+    ;;
+  '') ;;
+  *)
+    echo "serve_env.sh takes no arguments, its settings are environment variables; see serve_env.sh --help" >&2
+    exit 64
+    ;;
+esac
+
+export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}
+settings=$(python3 -m recipe.config export) || exit 64
+eval "$settings"
+if [[ -z ${ENV_PYTHON:-} ]]; then
+  # shellcheck source=setup.sh
+  source "$REPO/setup.sh"
+  setup_all >&2
+fi
+# exec: the caller's process id is the server's, so a signal reaches it and its sandboxes end with it.
+exec "$ENV_PYTHON" -m recipe.env_server
