@@ -1,0 +1,138 @@
+"""TRL's rollout worker for agents that own their loop, with what the trainer must know about each row.
+
+HarnessRolloutWorker runs the rollouts in a spawned process and queues training rows. This subclass adds
+
+- to every row: its group's number of rows, the rollout's tool calls, and the policy versions between which it was
+  sampled, so that the importance ratio can be checked on rows that one version sampled from first to last token;
+- rows of ungraded rollouts are taken out (TRL keeps them with advantage 0, where they dilute the loss), and a group
+  without a graded rollout sends one empty row, so that the trainer can count it instead of waiting in silence;
+- death of the child is noticed within seconds: TRL looks at a flag that a killed child never sets.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import threading
+from typing import Any
+
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, RolloutSample
+from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _HarnessRolloutLoop
+
+from recipe.trl_shape import expect_parameters, expect_source
+
+EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE: a process that the run needs is gone
+GRACE = 30.0  # seconds for the trainer to end by itself after the worker's death
+ROW = "row/"  # prefix of the bookkeeping that travels in RolloutSample.metrics
+
+
+class WorkerDied(RuntimeError):
+    """The rollout worker's process ended although nobody asked it to."""
+
+
+def check_shape() -> None:
+    """Raises TrlShapeError when TRL's worker is not the one that the overrides below were written against."""
+    expect_parameters(_HarnessRolloutLoop._run_session, ("self", "prompt", "group_id"))
+    expect_parameters(_HarnessRolloutLoop._score_group, ("self", "group"))
+    expect_parameters(AsyncRolloutWorker.check_health, ("self", "stale_after_s"))
+    expect_parameters(AsyncRolloutWorker.update_model_version, ("self", "model_version"))
+    expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
+    expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
+
+
+class RolloutLoop(_HarnessRolloutLoop):
+    """Runs in the child. The shared version is stored doubled; an odd value says that a sync is under way."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._sampled: dict[str, tuple[int, int]] = {}  # rollout id -> shared version before and after
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    @property
+    def model_version(self) -> int:
+        return int(self._model_version_value.value) // 2
+
+    def _run_session(self, prompt: Any, group_id: int = 0) -> Any:
+        before = int(self._model_version_value.value)
+        result, metrics = super()._run_session(prompt, group_id)
+        for sequence in result[2][:1]:
+            self._sampled[sequence.rollout_id] = (before, int(self._model_version_value.value))
+        return result, metrics
+
+    async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
+        samples = await super()._score_group(group)
+        rollouts = [(i, seq) for i, sequences in enumerate(group.completions_sequences) for seq in sequences]
+        versions = {seq.rollout_id: self._sampled.pop(seq.rollout_id, (-1, -1))
+                    for _, seq in rollouts if seq.rollout_id in self._sampled}
+        for sample, (i, seq) in zip(samples, rollouts, strict=True):
+            before, after = versions[seq.rollout_id]
+            sample.metrics |= {ROW + "rollout": float(i), ROW + "tool_calls": float(group.tool_call_counts[i]),
+                               ROW + "version": float(before // 2),
+                               ROW + "one_version": float(before == after and before % 2 == 0)}
+        kept = [sample for sample in samples if not math.isnan(sample.metrics["reward"])]
+        graded = {sample.metrics[ROW + "rollout"] for sample in kept}
+        if not kept:
+            kept = [RolloutSample(prompt=group.prompts[0], completion=[], input_ids=[], completion_mask=[],
+                                  old_log_probs=[], advantage=0.0, model_version=group.model_version,
+                                  group_id=group.group_id, metrics={})]
+        for sample in kept:
+            sample.metrics |= {ROW + "rows": float(len(kept)), ROW + "graded": float(len(graded)),
+                               ROW + "rollouts": float(len(group.completions))}
+        return kept
+
+
+def _end_with_parent() -> None:
+    """Ends this child when the trainer is gone: a killed trainer cannot ask for it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(EXIT_UNAVAILABLE)
+
+
+class RolloutWorker(HarnessRolloutWorker):
+    """The trainer's handle on the child; same arguments as HarnessRolloutWorker."""
+
+    _loop_cls = RolloutLoop
+    _stopping = False
+
+    @property
+    def model_version(self) -> int:
+        return int(self._model_version_value.value) // 2
+
+    def update_model_version(self, model_version: int) -> None:
+        self._model_version_value.value = 2 * model_version
+
+    def begin_sync(self) -> None:
+        """The engine's weights are about to change: rollouts that run now belong to no single version."""
+        self._model_version_value.value |= 1
+
+    def start(self) -> None:
+        super().start()
+        threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        super().stop()
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self._process is not None and not self._process.is_alive() and not self._failed_event.is_set():
+            raise WorkerDied(self._obituary(self._process))
+        super().check_health(stale_after_s)
+
+    @staticmethod
+    def _obituary(process: Any) -> str:
+        code = process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+        return f"The rollout worker (pid {process.pid}, child of the trainer) {how}; see logs/train.log."
+
+    def _watch(self, process: Any) -> None:
+        """Ends the trainer when the child dies and the main thread, busy or stuck in its queue, does not notice."""
+        multiprocessing.connection.wait([process.sentinel])
+        threading.Event().wait(GRACE)
+        if not self._stopping:
+            print(f"{self._obituary(process)} The trainer did not end within {GRACE:.0f} s and is stopped.",
+                  file=sys.stderr, flush=True)
+            os._exit(EXIT_UNAVAILABLE)

@@ -1,0 +1,109 @@
+"""How new weights reach the policy server: what is sent, and the file transfer of the CPU engine.
+
+What is sent: `merged_parameters` streams W + scaling * B @ A one module at a time, computed in fp32 and rounded once to
+the dtype of W. TRL merges the adapter into the base and takes it out again, in place and in the base's own dtype; in
+bf16 that moves the frozen base with every sync, and the adapter is then trained on weights that no one else has.
+
+How it travels: vLLM takes it over NCCL (TRL's own WeightTransferClient, which the trainer builds itself); the CPU
+engine reads a safetensors file on the same machine (`FileWeightTransfer`). Both follow the same four phases:
+pause -> start_weight_update -> update_weights -> finish_weight_update -> resume.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import save_file
+from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
+
+Stream = Iterator[tuple[str, torch.Tensor]]
+
+
+class WeightSyncError(RuntimeError):
+    """The policy server did not take the new weights; it may hold part of them."""
+
+
+def merged_parameters(model: torch.nn.Module, device: torch.device | None = None) -> Stream:
+    """(name, tensor) of every parameter of the policy as the engine must hold it, under the base checkpoint's names.
+
+    Order, names, shapes and dtypes are those of TRL's manifest. The model is not written to. Raises TypeError on an
+    adapted module whose update is not scaling * B @ A (DoRA, several adapters, another PEFT method).
+    """
+    adapted = {name.removeprefix("base_model.model."): module for name, module in model.named_modules()
+               if isinstance(module, LoraLinear)}
+    for name, parameter in _iter_vllm_named_params(model):
+        tensor = parameter.detach()
+        module = adapted.get(name.removesuffix(".weight"))
+        if module is not None and name.endswith(".weight"):
+            tensor = merged_weight(module)
+        yield name, tensor if device is None else tensor.to(device)
+
+
+@torch.no_grad()
+def merged_weight(module: LoraLinear) -> torch.Tensor:
+    """W + scaling * B @ A of one linear layer (out, in): fp32 arithmetic, rounded once to the dtype of W."""
+    names = module.active_adapters
+    if len(names) != 1 or any(module.use_dora.values()) or module.merged:
+        raise TypeError(f"cannot stream {type(module).__name__}: exactly one plain, unmerged LoRA adapter is needed, "
+                        f"found {names}, DoRA {module.use_dora}, merged {module.merged}")
+    weight = module.get_base_layer().weight
+    update = module.lora_B[names[0]].weight.float() @ module.lora_A[names[0]].weight.float()
+    return (weight.float() + module.scaling[names[0]] * update).to(weight.dtype)
+
+
+class FileWeightTransfer:
+    """TRL's weight-transfer protocol by a safetensors file that the CPU policy server reads.
+
+    `folder` must be readable by the server's process; it holds one file of the model's size, replaced at each sync.
+    Every method raises WeightSyncError with the server's answer when a phase does not succeed.
+    """
+
+    def __init__(self, server_url: str, folder: str | os.PathLike[str], timeout: float = 300.0):
+        self.server_url = server_url.rstrip("/")
+        self.folder = Path(folder).resolve()
+        self.timeout = timeout
+        self.syncs = 0
+
+    def init_weight_transfer(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._call("GET", "/health")
+
+    def pause(self) -> None:
+        self._call("POST", "/pause", params={"mode": "keep"})
+
+    def send_weights(self, iterator: Stream) -> None:
+        self.syncs += 1
+        path = self.folder / f"sync-{self.syncs}.safetensors"
+        save_file({name: tensor.contiguous().cpu() for name, tensor in iterator}, path)
+        try:
+            self._call("POST", "/start_weight_update", json={"is_checkpoint_format": True})
+            self._call("POST", "/update_weights", json={"update_info": {"path": str(path)}})
+            self._call("POST", "/finish_weight_update")
+        finally:
+            path.unlink()
+
+    def resume(self) -> None:
+        self._call("POST", "/resume")
+
+    def destroy(self) -> None:
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _call(self, method: str, route: str, **kwargs: Any) -> None:
+        started = time.monotonic()
+        try:
+            response = requests.request(method, self.server_url + route, timeout=self.timeout, **kwargs)
+        except requests.RequestException as err:
+            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} failed after "
+                                  f"{time.monotonic() - started:.1f} s: {err}. See logs/policy.log.") from err
+        if response.status_code != 200:
+            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} answered "
+                                  f"{response.status_code}: {response.text[:500]}. The server may hold part of the new "
+                                  "weights and may be paused; a new run sends all of them again. See logs/policy.log.")

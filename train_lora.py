@@ -1,0 +1,190 @@
+"""Trains a LoRA adapter with asynchronous GRPO on rollouts of the unmodified OpenCode agent.
+
+run_job.sh calls this when the policy server and the env server are up. By hand, against servers that run already:
+
+    RUN_DIR=runs/try bash serve_policy.sh --mode train &      # vLLM, or the CPU engine where there is no GPU
+    RUN_DIR=runs/try bash serve_env.sh &
+    RUN_DIR=runs/try MAX_STEPS=20 python train_lora.py        # or PRESET=local for the tiny model on this machine
+
+Each optimizer step trains one GRPO group: NUM_GENERATIONS rollouts of one task. Every knob is an environment variable
+(`python3 -m recipe.config table`); nothing is set twice.
+
+Reads   the tasks that the env server serves (split `train`), in their order; a SEED other than 0 shuffles them
+Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
+        $RUN_DIR/adapter                    the final adapter, as PEFT and vLLM load it
+        $RUN_DIR/metrics.jsonl              one JSON object a step; train_summary.json at the end
+        $RUN_DIR/trackio, heartbeat.json    dashboard data (`trackio show`), sign of life for the watchdog
+
+Exit codes: 0 done; 64 wrong settings; 69 a server or the rollout worker is gone, or no rollout can be graded;
+143 stopped by SIGTERM after saving a checkpoint. `--resume auto`, the default, goes on at the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from recipe.config import EXIT_USAGE, Settings, SettingsError
+
+EXIT_UNAVAILABLE = 69
+EXIT_TERMINATED = 143
+HEALTH_LIMIT = 300.0  # seconds without a tick of the rollout worker's loop
+
+
+def trainer_arguments(settings: Settings, gpu: bool) -> dict:
+    """Keyword arguments of TRL's AsyncGRPOConfig."""
+    run = settings.run_path
+    return dict(
+        output_dir=str(run / "checkpoints"), run_name=run.name, seed=settings.seed, max_steps=settings.max_steps,
+        # optimisation: one group a step, a constant rate (a decay would need to know how many rows rollouts fork into)
+        learning_rate=settings.learning_rate, lr_scheduler_type="constant", per_device_train_batch_size=1,
+        gradient_accumulation_steps=1, token_budget=settings.token_budget, num_generations=settings.num_generations,
+        max_staleness=settings.max_staleness, logging_nan_inf_filter=False,
+        # precision: adapter and optimizer in fp32; bf16 is the autocast of a bf16 base
+        dtype=settings.dtype, bf16=settings.dtype == "bfloat16", use_cpu=not gpu, gradient_checkpointing=gpu,
+        # sampling: what the sampler logged is what the loss recomputes, so nothing is truncated
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+        max_completion_length=settings.max_output_tokens, max_tool_calling_iterations=settings.max_model_calls,
+        max_inflight_tasks=settings.max_inflight,
+        vllm_server_base_url=settings.policy_url, heartbeat_stale_after_s=HEALTH_LIMIT,
+        # saving and reporting
+        save_strategy="steps", save_steps=settings.save_steps, logging_steps=1, disable_tqdm=True,
+        report_to=["trackio"], project=settings.trackio_project, trackio_space_id=settings.trackio_space or None,
+    )
+
+
+def worker_arguments(settings: Settings, dataset, tokenizer, eos_token_ids: list[int]) -> dict:
+    """Keyword arguments of TRL's HarnessRolloutWorker, all of which are pickled to the spawned worker."""
+    import functools
+
+    from recipe.harbor_sessions import HarborSessionFactory
+    from recipe.rewards import EfficiencyReward
+
+    return dict(
+        harness_session_factory=functools.partial(HarborSessionFactory, settings.env_url, "train"),
+        rollout_reward_fn=EfficiencyReward(settings.efficiency_bonus, settings.max_model_calls),
+        model_name=settings.model, dataset=dataset, reward_funcs=[], processing_class=tokenizer,
+        eos_token_ids=eos_token_ids, num_generations=settings.num_generations,
+        max_inflight_tasks=settings.max_inflight, max_tool_calling_iterations=settings.max_model_calls,
+        vllm_server_url=settings.policy_url, max_tokens=settings.max_output_tokens,
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+    )
+
+
+def task_dataset(settings: Settings):
+    """The prompts of the env server's train split; the worker goes through them again and again."""
+    from datasets import Dataset
+
+    from recipe.harbor_sessions import HarborSessionFactory
+
+    rows = HarborSessionFactory(settings.env_url, "train").prompt_rows()
+    dataset = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
+    return dataset.shuffle(seed=settings.seed) if settings.seed else dataset
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint with the most steps that was written to its end."""
+    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()
+             and (p / "trainer_state.json").is_file() and (p / "adapter_model.safetensors").is_file()]
+    return max(found, key=lambda p: int(p.name.split("-")[-1]), default=None)
+
+
+def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict):
+    """The trainer with its worker, weight transfer and callbacks."""
+    from transformers import PrinterCallback
+    from trl.experimental.async_grpo import AsyncGRPOConfig
+
+    from recipe import attention, lfm2, rollout_worker, trl_cpu
+    from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
+    from recipe.group_trainer import GroupGRPOTrainer
+    from recipe.weight_sync import FileWeightTransfer
+
+    run = settings.run_path
+    lora = lfm2.lora_config(settings)
+    print(lfm2.plan_adapter(lfm2.load_config(settings), lora), flush=True)
+    backend = attention.choose(settings.attention)
+    print("adjustments to this machine:", ", ".join(trl_cpu.install(backend, gpu)) or "none", flush=True)
+    rollout_worker.check_shape()
+
+    heartbeat = HeartbeatCallback(run / "heartbeat.json", settings.max_steps)
+    heartbeat.beat("train-setup")
+    metrics, stop = MetricsCallback(run / "metrics.jsonl"), StopCallback()
+    trainer = GroupGRPOTrainer(
+        model=settings.model,
+        args=AsyncGRPOConfig(model_init_kwargs=lfm2.hub_revision(settings), **trainer_arguments(settings, gpu)),
+        train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
+        rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
+        # None lets TRL build its NCCL client for vLLM
+        weight_transfer=None if gpu else FileWeightTransfer(settings.policy_url, run / "weights"),
+        callbacks=[heartbeat, metrics, stop], on_skip=heartbeat.on_skip, while_waiting=stop.raise_if_requested)
+    if trainer._lora_sync:
+        raise SettingsError("The policy server runs with --enable-lora, with which TRL would send the adapter under "
+                            "names that the agent does not use: start it with serve_policy.sh --mode train.")
+    trainer.remove_callback(PrinterCallback)
+    metrics.trainer = trainer
+    stop.install()
+    return trainer, metrics
+
+
+def train(settings: Settings, resume: str) -> int:
+    # trackio reads its folder when it is imported, and the trainer's import brings it in
+    os.environ.setdefault("TRACKIO_DIR", str(settings.run_path / "trackio"))
+    import torch
+
+    from recipe import lfm2
+    from recipe.callbacks import StopRequested, summary_text
+
+    gpu = torch.cuda.is_available()
+    tokenizer = lfm2.load_tokenizer(settings)
+    dataset = task_dataset(settings)
+    print(f"{len(dataset)} training tasks from {settings.env_url}", flush=True)
+    eos = lfm2.eos_token_ids(settings, tokenizer)
+    trainer, metrics = build(settings, gpu, tokenizer, dataset, worker_arguments(settings, dataset, tokenizer, eos))
+    checkpoint = newest_checkpoint(settings.run_path / "checkpoints") if resume == "auto" else None
+    print(f"resuming from {checkpoint}" if checkpoint else "starting from the base model", flush=True)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except StopRequested:
+        trainer._save_checkpoint(trainer.model, trial=None)
+    summary = metrics.summary()
+    (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(summary_text(summary), flush=True)
+    if trainer.state.global_step < settings.max_steps:
+        print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
+              f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
+        return EXIT_TERMINATED
+    trainer.model.save_pretrained(settings.run_path / "adapter")
+    tokenizer.save_pretrained(settings.run_path / "adapter")
+    print(f"adapter saved to {settings.run_path / 'adapter'}", flush=True)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resume", choices=("auto", "never"), default="auto",
+                        help="auto: go on at the newest checkpoint in $RUN_DIR/checkpoints; never: start anew")
+    args = parser.parse_args(argv)
+    try:
+        settings = Settings.load()
+        settings.run_path.mkdir(parents=True, exist_ok=True)
+    except SettingsError as err:
+        print(f"Settings are wrong, nothing was started:\n{err}", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        return train(settings, args.resume)
+    except SettingsError as err:
+        print(err, file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as err:
+        traceback.print_exc()
+        print(f"\nTraining ended with {type(err).__name__}: {err}\nCheckpoints in {settings.run_path / 'checkpoints'} "
+              f"are kept. Resume with:\n  RUN_DIR={settings.run_path} bash run_job.sh", file=sys.stderr, flush=True)
+        return EXIT_UNAVAILABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
