@@ -17,9 +17,10 @@ import dataclasses
 import os
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 EXIT_USAGE = 64  # sysexits.h EX_USAGE: wrong input, nothing was started
@@ -112,6 +113,9 @@ class Settings:
                        check=one_of("vllm", "cpu", "auto"), local="auto")
     public_port: int = knob(8000, "PUBLIC_PORT", "capture proxy, the only public port", check=between(1, 65535))
     policy_port: int = knob(8001, "POLICY_PORT", "policy server, loopback", check=between(1, 65535))
+    policy_host: str = knob("127.0.0.1", "POLICY_HOST", "bind address of the policy server; nobody else should reach "
+                            "the weight routes of training mode")
+    policy_gpu: str = knob("", "POLICY_GPU", "CUDA_VISIBLE_DEVICES of the policy server; empty leaves it as it is")
     env_port: int = knob(8002, "ENV_PORT", "env server's control plane, loopback", check=between(1, 65535))
     max_model_len: int = knob(40960, "MAX_MODEL_LEN", "context of the policy server", "tokens", at_least(64), 16384)
     gpu_memory_utilization: float = knob(0.85, "GPU_MEMORY_UTILIZATION", "vLLM's share of its GPU; leaves NCCL room",
@@ -159,7 +163,7 @@ class Settings:
 
     # -- reading ---------------------------------------------------------------------------------------------
     @classmethod
-    def load(cls, environ: Mapping[str, str] | None = None, preset: str | None = None) -> "Settings":
+    def load(cls, environ: Mapping[str, str] | None = None, preset: str | None = None) -> Settings:
         """Settings from the environment. Raises SettingsError that lists every wrong value at once."""
         environ = os.environ if environ is None else environ
         preset = preset or environ.get("PRESET") or "job"

@@ -1,0 +1,77 @@
+"""Serves a small Lfm2 model on the CPU over vLLM's HTTP contract; stops on SIGTERM or Ctrl-C.
+
+    python -m recipe.policy_cpu --model tiny/model --port 8001 --dev-mode
+
+Exit codes: 64 wrong usage (a model that is too large or of another kind), 69 the port is taken or the engine died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from recipe.config import EXIT_USAGE
+from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m recipe.policy_cpu", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub id of an Lfm2 model with tokenizer and template")
+    parser.add_argument("--served-model-name", help="name that requests use (default: --model)")
+    parser.add_argument("--host", default="127.0.0.1", help="bind address (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8001, help="port, 0 picks a free one (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--max-model-len", type=int, default=16384, help="prompt and output, in tokens")
+    parser.add_argument("--max-parameters", type=int, default=200_000_000, help="largest model that is served")
+    parser.add_argument("--dev-mode", action="store_true", help="serve the pausing and weight-update routes")
+    parser.add_argument("--enable-lora", action="store_true", help="serve adapters loaded at run time")
+    parser.add_argument("--max-lora-rank", type=int, default=32)
+    parser.add_argument("--prefix-cache-mb", type=int, default=256, help="0 switches prefix caching off")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="completions that run at once")
+    parser.add_argument("--threads", type=int, default=1, help="threads of one matrix product (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Imports after the arguments: --help must not take the seconds that torch takes.
+    try:
+        sock = bind(args.port, "POLICY_PORT", args.host)  # held while the model loads, so that a clash shows at once
+    except PortBusy as error:
+        print(error, file=sys.stderr)
+        return EXIT_UNAVAILABLE
+
+    import torch
+    import uvicorn
+
+    from recipe.policy_cpu.app import create_app
+    from recipe.policy_cpu.load import ModelRefused, load_service
+
+    torch.set_num_threads(args.threads)
+    dead = []
+
+    def on_death() -> None:
+        dead.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)  # uvicorn ends open connections and returns from run()
+
+    try:
+        service = load_service(args, on_death)
+    except ModelRefused as error:
+        print(error, file=sys.stderr)
+        return EXIT_USAGE
+    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=5))
+    host, port = sock.getsockname()[:2]
+    print(f"Serving {service.store.base.name} on http://{host}:{port}", flush=True)
+    server.run(sockets=[sock])
+    service.engine.close()
+    if dead:
+        print(f"The engine died: {service.engine.failure!r}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

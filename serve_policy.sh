@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# The policy server alone, for set-ups on several machines (run_job.sh calls this script too).
+#
+#   bash serve_policy.sh --mode train      takes weight updates from the trainer
+#   bash serve_policy.sh --mode eval       the pristine base; adapters are loaded beside it at run time
+#   ... --print-command                    prints the command and its environment, runs nothing
+#   PRESET=local bash serve_policy.sh --mode train      the tiny model on the CPU engine
+#
+# ENGINE=vllm runs `vllm serve` (0.31), ENGINE=cpu our own server for small models (recipe/policy_cpu, in the trainer's
+# environment: TRAINER_PYTHON), ENGINE=auto takes vllm where a GPU and vllm are. Both speak the same HTTP contract.
+# Settings are environment variables, see README.md: MODEL, POLICY_HOST, POLICY_PORT, POLICY_GPU, MAX_MODEL_LEN, DTYPE,
+# GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA_R.
+# Exit codes: 64 wrong settings or usage, 69 the server cannot start; afterwards the server's own.
+set -euo pipefail
+REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd "$REPO"
+
+usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$REPO/serve_policy.sh"; }
+fail() { echo "serve_policy.sh: $1" >&2; exit "${2:-64}"; }
+
+mode='' print_only=0
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit 0 ;;
+    --mode) mode=${2:-}; shift ;;
+    --print-command) print_only=1 ;;
+    *) fail "unknown argument $1; see serve_policy.sh --help" ;;
+  esac
+  shift || fail "--mode needs a value: train or eval"
+done
+[[ $mode == train || $mode == eval ]] || fail "say --mode train (weight updates) or --mode eval (pristine base)"
+
+export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}
+settings=$(python3 -m recipe.config export) || exit 64
+eval "$settings"
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+if [[ $ENGINE == auto ]]; then
+  if has_gpu && command -v vllm >/dev/null; then ENGINE=vllm; else ENGINE=cpu; fi
+fi
+
+# The smallest rank vLLM has kernels for that holds an adapter of rank LORA_R.
+lora_rank() {
+  local rank
+  for rank in 1 8 16 32 64 128 256 320 512; do
+    if ((rank >= LORA_R)); then echo "$rank"; return; fi
+  done
+  fail "LORA_R=$LORA_R: vLLM serves adapters up to rank 512"
+}
+rank=$(lora_rank)
+
+env=() command=()
+[[ -n $POLICY_GPU ]] && env+=(CUDA_VISIBLE_DEVICES="$POLICY_GPU")
+if [[ $ENGINE == vllm ]]; then
+  command=(vllm serve "$MODEL" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"
+    --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+    # No sampling defaults from the checkpoint: what a request does not set must not be truncated.
+    --generation-config vllm
+    # Exact token ids and the log-probs of the distribution that was sampled: without both nothing can be trained.
+    --return-tokens-as-token-ids --logprobs-mode processed_logprobs
+    # OpenCode always sends tool_choice=auto.
+    --enable-auto-tool-choice --tool-call-parser lfm2)
+  [[ $MODEL_REVISION == main || -d $MODEL ]] ||
+    command+=(--revision "$MODEL_REVISION" --tokenizer-revision "$MODEL_REVISION")
+  if [[ $PREFIX_CACHING == 1 ]]; then
+    command+=(--enable-prefix-caching --mamba-cache-mode align) # Lfm2 refuses mode "all"
+  else
+    command+=(--no-enable-prefix-caching)
+  fi
+  if [[ $mode == train ]]; then
+    env+=(VLLM_SERVER_DEV_MODE=1) # pausing and weight routes
+    # No --enable-lora: with it TRL would send adapters under names that change, which the agent cannot ask for.
+    command+=(--weight-transfer-config '{"backend":"nccl"}')
+  else
+    env+=(VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
+    command+=(--enable-lora --max-lora-rank "$rank")
+  fi
+else
+  if [[ -z ${TRAINER_PYTHON:-} && $print_only == 0 ]]; then
+    # shellcheck source=setup.sh
+    source "$REPO/setup.sh"
+    setup_all >&2
+  fi
+  command=("${TRAINER_PYTHON:-TRAINER_PYTHON}" -m recipe.policy_cpu --model "$MODEL" --host "$POLICY_HOST"
+    --port "$POLICY_PORT" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN")
+  if [[ $mode == train ]]; then command+=(--dev-mode); else command+=(--enable-lora --max-lora-rank "$rank"); fi
+fi
+
+case $POLICY_HOST in
+  127.* | localhost | ::1) ;;
+  *) [[ $mode == eval ]] || echo "serve_policy.sh: WARNING: POLICY_HOST=$POLICY_HOST is reachable from other machines, and" \
+    "whoever reaches it can replace the policy's weights: use 127.0.0.1 or a private network" >&2 ;;
+esac
+
+if ((print_only)); then
+  printf '%q ' "${env[@]}" "${command[@]}"
+  echo
+  exit 0
+fi
+python3 -m recipe.ports POLICY_PORT || exit $?
+command -v "${command[0]}" >/dev/null ||
+  fail "${command[0]} is not installed here: run in the image vllm/vllm-openai:v0.31.0, or set ENGINE=cpu for a small model" 69
+# exec: the caller's process id is the server's, so a signal reaches it.
+exec env "${env[@]}" "${command[@]}"
