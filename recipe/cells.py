@@ -27,6 +27,7 @@ class Outcome(Protocol):
     tool_calls: int
     model_calls: int
     tokens: int
+    prompt_tokens: int
     seconds: float
     trial_name: str
 
@@ -47,7 +48,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Cell:
-    """One finished cell; `tokens` are sampled tokens, `seconds` the last attempt's wall time."""
+    """One finished cell; `tokens` were sampled, `prompt_tokens` summed over calls, `seconds` are the last attempt's."""
 
     task: str
     difficulty: str
@@ -59,6 +60,7 @@ class Cell:
     tool_calls: int
     model_calls: int
     tokens: int
+    prompt_tokens: int
     seconds: float
     attempts: int
     trial: str
@@ -126,8 +128,8 @@ def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
     return Cell(task=job.task, difficulty=job.difficulty, kind=job.kind, model=job.model, status=status,
                 reason=outcome.reason, reward=outcome.reward if status != "ungraded" else None,
                 tool_calls=outcome.tool_calls, model_calls=outcome.model_calls, tokens=outcome.tokens,
-                seconds=round(outcome.seconds, 3), attempts=attempts, trial=outcome.trial_name,
-                fingerprint=job.fingerprint, time=time.time())
+                prompt_tokens=outcome.prompt_tokens, seconds=round(outcome.seconds, 3), attempts=attempts,
+                trial=outcome.trial_name, fingerprint=job.fingerprint, time=time.time())
 
 
 def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurrency: int, retries: int,

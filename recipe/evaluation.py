@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openenv.harbor.client import HarborEnv
-
 from recipe import pristine, report, watchdog
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, fingerprint, run_cells
 from recipe.config import Settings
-from recipe.harbor_sessions import run_eval_rollout
+from recipe.harbor_sessions import run_eval_rollout, served_tasks
 from recipe.policy_client import PolicyClient, PolicyError
 
 SPLIT = "test"
@@ -44,9 +42,8 @@ class EvalTask:
 
 def held_out_tasks(settings: Settings) -> list[EvalTask]:
     """The N_TASKS held-out tasks of an evaluation: all that are served, or a stratified subset that never changes."""
-    with HarborEnv(settings.env_url) as env:
-        refs = env.get_task_range(SPLIT, 0, env.num_tasks(SPLIT))
-    tasks = [_task(settings.run_path / "tasks" / SPLIT / ref.task_name.rsplit("/", 1)[-1], ref) for ref in refs]
+    tasks = [_task(settings.run_path / "tasks" / SPLIT / ref.task_name.rsplit("/", 1)[-1], ref)
+             for ref in served_tasks(settings.env_url, SPLIT)]
     return stratified(tasks, settings.n_tasks)
 
 

@@ -6,7 +6,8 @@
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 EXIT_STALLED=75     # the watchdog stopped the run
-JOB_GRACE=${JOB_GRACE:-15} # seconds between SIGTERM and SIGKILL
+STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
+SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
 
 declare -A JOB_PID=() JOB_OFFSET=()
 declare -a JOB_RUNNING=() JOB_FOLLOWERS=()
@@ -42,6 +43,7 @@ job_begin() {
   trap 'job_signal INT 130' INT
   trap 'job_signal TERM 143' TERM
   say "run folder: $RUN_DIR"
+  beat setup
   python3 -m recipe.ports PUBLIC_PORT POLICY_PORT ENV_PORT || exit $?
 }
 
@@ -82,7 +84,7 @@ show_log() {
 # forget NAME: the process has ended; what outlived it in its session is ended too.
 forget() {
   local name kept=()
-  end_session "${JOB_PID[$1]}"
+  end_session "$SERVER_GRACE" "${JOB_PID[$1]}"
   for name in "${JOB_RUNNING[@]}"; do [[ $name == "$1" ]] || kept+=("$name"); done
   JOB_RUNNING=("${kept[@]}")
   unset "JOB_PID[$1]"
@@ -193,20 +195,20 @@ session_pids() {
   done
 }
 
-# end_session SID...: SIGTERM to all process groups at once, SIGKILL to what is left after JOB_GRACE seconds.
+# end_session GRACE SID...: SIGTERM to all process groups at once, SIGKILL to what is left after GRACE seconds.
 end_session() {
-  local -a sids=("$@") left=()
-  local sid deadline=$((SECONDS + JOB_GRACE)) signal=TERM
+  local sid deadline=$((SECONDS + $1))
+  local -a sids=("${@:2}") left=()
   ((${#sids[@]})) || return 0
   mapfile -t left < <(session_pids "${sids[@]}")
   ((${#left[@]})) || return 0
   for sid in "${sids[@]}"; do kill -TERM -- "-$sid" 2>/dev/null || true; done
   while mapfile -t left < <(session_pids "${sids[@]}") && ((${#left[@]})); do
-    if ((SECONDS >= deadline)); then
-      signal=KILL
-      ((SECONDS < deadline + 10)) || { say "processes ${left[*]} do not end even on SIGKILL" >&2; return 0; }
+    if ((SECONDS >= deadline + 10)); then
+      say "processes ${left[*]} do not end even on SIGKILL" >&2
+      return 0
     fi
-    if [[ $signal == KILL ]]; then kill -KILL "${left[@]}" 2>/dev/null || true; fi
+    if ((SECONDS >= deadline)); then kill -KILL "${left[@]}" 2>/dev/null || true; fi
     sleep 0.2
   done
 }
@@ -216,11 +218,18 @@ stop_process() {
   forget "$1"
 }
 
+# stop_all: the step that uses the servers first, then the servers.
 stop_all() {
   local name
-  local -a sids=()
-  for name in "${JOB_RUNNING[@]}"; do sids+=("${JOB_PID[$name]}"); done
-  end_session "${sids[@]}"
+  local -a steps=() servers=()
+  for name in "${JOB_RUNNING[@]}"; do
+    case $name in
+      policy | env | watchdog) servers+=("${JOB_PID[$name]}") ;;
+      *) steps+=("${JOB_PID[$name]}") ;;
+    esac
+  done
+  end_session "$STEP_GRACE" "${steps[@]}"
+  end_session "$SERVER_GRACE" "${servers[@]}"
   JOB_RUNNING=()
 }
 

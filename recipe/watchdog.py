@@ -101,24 +101,21 @@ def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, 
 
 
 def alive(pid: int) -> bool:
+    """Whether process `pid` runs; one that ended but was not yet waited for by its parent does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
         return False
-    except PermissionError:
-        return True
-    return True
 
 
 def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float) -> int:
     """Watches until process `pid` is gone (0) or its run stalls (EXIT_STALLED, after SIGTERM to `pid`)."""
-    started = {"phase": "setup", "time": time.time()}  # stands in until the first beat
+    started = time.time()
     print(f"watching process {pid}; limit in training {settings.stall_limit} s", flush=True)
     while alive(pid):
-        heartbeat = read(run_dir / HEARTBEAT) or started
-        if heartbeat["time"] < started["time"]:
-            # A resumed run: the old heartbeat says where the last run stopped, its time says nothing about this one.
-            heartbeat = started
+        heartbeat = read(run_dir / HEARTBEAT) or {"phase": "setup", "time": started}
+        # A beat from before the start may be that of an interrupted run: its phase counts, its age does not.
+        heartbeat["time"] = max(heartbeat["time"], started)
         silent = overdue(heartbeat, settings, time.time())
         if silent is not None:
             message = stall_message(heartbeat, silent, settings, resume)

@@ -18,6 +18,7 @@ class Outcome:
     tool_calls: int = 2
     model_calls: int = 3
     tokens: int = 50
+    prompt_tokens: int = 900
     seconds: float = 0.5
     trial_name: str = "trial-1"
 

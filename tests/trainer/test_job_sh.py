@@ -1,0 +1,207 @@
+"""Supervision of recipe/job.sh with real processes: deaths, signals, stalls, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from recipe.config import REPO
+
+PRELUDE = """
+set -euo pipefail
+REPO={repo}
+cd "$REPO"
+source recipe/job.sh
+export PRESET=local
+job_begin test_job.sh
+"""
+# A server that answers 200 everywhere, with a child that ignores SIGTERM: the hard case for a clean end.
+SERVER = """python3 -c '
+import http.server, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.send_response(200); self.end_headers()
+    def log_message(self, *a): pass
+print("server starts", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()' "$POLICY_PORT"
+"""
+START = f"step policy 'starting it'\nstart_process policy {SERVER.strip()}\nwait_healthy policy $POLICY_PORT /health 60\n"
+
+
+def free_ports(n: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(n)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+class Job:
+    """A bash job in `run`; every process it starts carries a mark in its environment."""
+
+    def __init__(self, run: Path, body: str, **env: str):
+        self.run, self.mark = run, uuid.uuid4().hex
+        script = run.parent / f"job-{self.mark}.sh"
+        script.write_text(PRELUDE.format(repo=REPO) + body)
+        ports = dict(zip(("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT"), map(str, free_ports(3)), strict=True))
+        inherited = {k: v for k, v in os.environ.items() if k not in ("ENV_PYTHON", "RUN_DIR")}
+        self.process = subprocess.Popen(
+            ["bash", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            env=inherited | ports | {"RUN_DIR": str(run), "JOB_MARK": self.mark, "STEP_GRACE": "2",
+                                     "SERVER_GRACE": "2"} | env)
+
+    def members(self) -> list[int]:
+        """Living processes that carry the mark."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                marked = self.mark.encode() in (folder / "environ").read_bytes()
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marked and state not in "ZX":
+                found.append(int(folder.name))
+        return found
+
+    def wait_for(self, pattern: str, file: str, timeout: float = 60) -> re.Match[str]:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            path = self.run / file
+            match = re.search(pattern, path.read_text(), re.M) if path.exists() else None
+            if match:
+                return match
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} did not appear in {file}")
+
+    def end(self, timeout: float = 60) -> tuple[int, str]:
+        """Exit code and output; asserts that no process is left."""
+        output, _ = self.process.communicate(timeout=timeout)
+        assert self.members() == [], "processes were left behind"
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def start(tmp_path):
+    jobs: list[Job] = []
+
+    def run(body: str, **env: str) -> Job:
+        jobs.append(Job(tmp_path / "run", body, **env))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        for pid in job.members():
+            os.kill(pid, signal.SIGKILL)
+        job.process.wait()
+
+
+def test_a_good_job_ends_with_0_and_leaves_nothing(start):
+    job = start(START + "FOLLOW='^line' run_step work bash -c 'echo line 1; echo hidden; sleep 0.5; echo line 2'\n")
+    code, output = job.end()
+    assert code == 0, output
+    assert "policy is healthy on port" in output
+    assert re.search(r"^ +line 1\n +line 2$", output, re.M) and "hidden" not in output
+    assert not (job.run / "processes").exists()
+    assert "server starts" in (job.run / "logs" / "policy.log").read_text()
+
+
+def test_a_failed_step_gives_its_code_and_the_end_of_its_log(start):
+    code, output = start(START + "run_step tasks bash -c 'echo old; echo the reason; exit 64'\n").end()
+    assert code == 64
+    assert "the reason" in output and "logs/tasks.log" in output and "Resume with: RUN_DIR=" in output
+    assert "--local" in output
+
+
+@pytest.mark.parametrize("victim", ["policy", "work"])
+def test_kill_9_of_a_process_ends_the_job_and_names_it(start, victim):
+    job = start(START + "run_step work sleep 600\n")
+    pid = int(job.wait_for(rf"^(\d+) {victim}$", "processes").group(1))
+    job.wait_for(r"^\d+ work$", "processes")
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    code, output = job.end()
+    assert time.monotonic() - began < 30
+    if victim == "policy":
+        assert code == 69
+        assert f"process 'policy' (pid {pid}) ended with code 137" in output and "logs/policy.log" in output
+    else:
+        assert code == 137 and "step work failed with code 137" in output
+
+
+def test_a_server_that_dies_at_start_is_reported_at_once(start):
+    began = time.monotonic()
+    code, output = start("step policy go\nstart_process policy bash -c 'echo no such model; exit 3'\n"
+                         "wait_healthy policy $POLICY_PORT /health 600\n").end()
+    assert code == 69 and time.monotonic() - began < 30
+    assert "no such model" in output and "ended with code 3 during step policy" in output
+
+
+def test_a_server_that_never_answers_is_given_up(start):
+    code, output = start("start_process policy sleep 600\nwait_healthy policy $POLICY_PORT /health 1\n").end()
+    assert code == 69 and "did not answer http://127.0.0.1:" in output
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_everything(start, number, code):
+    job = start(START + "run_step work bash -c 'trap \"\" TERM; while :; do sleep 1; done'\n")
+    job.wait_for(r"^\d+ work$", "processes")
+    job.process.send_signal(number)
+    got, output = job.end()
+    assert got == code, output
+    assert f"got {number.name} in step policy" in output and "Resume with: RUN_DIR=" in output
+
+
+def test_a_stall_ends_the_job_with_75_and_the_watchdogs_message(start):
+    job = start(START + "start_watchdog\nbeat train\nrun_step work sleep 600\n", STALL_LIMIT="5")
+    code, output = job.end()
+    assert code == 75, output
+    assert "STALLED in phase train" in output and "limit of this phase is 5 s" in output
+
+
+def test_a_second_job_in_the_same_folder_is_refused(start):
+    first = start("run_step work sleep 600\n")
+    first.wait_for(r"^\d+ work$", "processes")
+    code, output = start("run_step work true\n").end()
+    assert code == 69 and "another job works in" in output
+    assert first.process.poll() is None
+    first.process.terminate()
+    assert first.end()[0] == 143
+
+
+def test_a_busy_port_is_named_before_anything_starts(start):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        code, output = start("run_step work true\n", ENV_PORT=str(port)).end()
+    assert code == 69
+    assert f"port {port} (ENV_PORT) is in use" in output
+
+
+def test_kill_9_of_the_job_itself_leaves_nothing(start):
+    job = start(START + "start_watchdog\nrun_step work sleep 600\n")
+    job.wait_for(r"^\d+ work$", "processes")
+    job.wait_for("watching process", "logs/watchdog.log")
+    os.kill(job.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 40
+    while job.members() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert job.members() == []
+
+
+@pytest.mark.parametrize("script", ["run_job.sh", "run_eval.sh", "run_eval_watch.sh"])
+def test_help_and_unknown_arguments(script):
+    shown = subprocess.run(["bash", REPO / script, "--help"], capture_output=True, text=True, timeout=30)
+    assert shown.returncode == 0 and "Exit codes" in shown.stdout and "set -euo" not in shown.stdout
+    refused = subprocess.run(["bash", REPO / script, "--nonsense"], capture_output=True, text=True, timeout=30)
+    assert refused.returncode == 64 and "--nonsense" in refused.stderr
