@@ -1,0 +1,327 @@
+"""A Harbor environment without containers: one rollout is local processes in bubblewrap (or proot).
+
+Inside, /workdir, /home/user, /logs, /tests, /tmp and a few more are the trial's own folders at these absolute paths;
+/usr, /bin and /lib* are the machine's, read-only; /etc is a small one of ours; nothing else of the machine is there.
+With bubblewrap the only address that can be reached is the capture proxy, under the same URL as outside.
+Each `exec` has processes of its own that end with it: nothing the agent starts lives on into the verifier.
+The task's image and Dockerfile are ignored; `environment/input` of a task appears as /home/user/input.
+
+Used by import path: `EnvironmentConfig(import_path="recipe.sandbox_local:LocalSandbox", kwargs={...})`.
+
+    python -m recipe.sandbox_local check [--runtime auto]     # which isolation works here, and what is lost
+    python -m recipe.sandbox_local sweep --run-dir runs/x     # end and remove what a run left behind
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":  # the command line needs no Harbor
+    from recipe.sandbox_cli import main
+
+    sys.exit(main())
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import uuid
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
+from harbor.environments.definition import effective_exec_cwd
+
+from recipe.sandbox_files import copy_file, copy_tree, inside, kill_marked, remove_tree
+from recipe.sandbox_isolation import (
+    AGENT_BIN,
+    MARKER,
+    MARKER_RUN,
+    NOBODY,
+    Network,
+    SandboxError,
+    detect,
+    open_network,
+    prepare_etc,
+)
+
+WORKDIR = "/workdir"
+HOME = "/home/user"
+INPUT = "/home/user/input"
+# Top-level folders a trial may write to; the root itself is read-only. "installed-agent", "solution" and "runtime"
+# are Harbor's.
+WRITABLE = ("workdir", "home", "logs", "tmp", "root", "app", "data", "installed-agent", "solution", "runtime")
+OUTPUT_LIMIT = 8 << 20  # bytes kept of each stream of one command: half from its start, half from its end
+
+
+class LocalSandbox(BaseEnvironment):
+    """Harbor environment of local processes.
+
+    Keyword arguments beyond Harbor's: `root` (folder of all sandboxes), `run_id` (mark of this run's processes),
+    `runtime` (auto, bwrap, proot), `keep` (leave the folder after `stop`), `capture_port` (port of the capture proxy
+    on this machine's loopback; None: no network), `opencode` (the agent's binary, put on PATH), `python` (the
+    sandbox's python3; default /usr/bin/python3, else the one that runs us), `home_template` (copied to /home/user).
+    """
+
+    def __init__(self, *args: Any, root: str | Path, run_id: str = "", runtime: str = "auto", keep: bool = False,
+                 capture_port: int | None = None, opencode: str | Path | None = None,
+                 python: str | Path | None = None, home_template: str | Path | None = None, **kwargs: Any) -> None:
+        self._isolation = detect(runtime)  # before super().__init__, which asks for the capabilities
+        super().__init__(*args, **kwargs)
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", self.session_id)[-80:].lstrip(".-")
+        self._root = Path(root).resolve()
+        self.folder = self._root / f"{name}-{uuid.uuid4().hex[:8]}"
+        self._run_id = run_id
+        self._keep = keep
+        self._capture_port = capture_port
+        self._home_template = Path(home_template) if home_template else None
+        self._workdir = effective_exec_cwd(None, self.task_env_config.workdir, None) or WORKDIR
+        self._writable = [*WRITABLE, *{PurePosixPath(p).parts[1] for p in [self._workdir, *self._mount_targets()]}]
+        self._writable = list(dict.fromkeys(self._writable))
+        self._path = [AGENT_BIN] if opencode else []
+        self._binds = [(str(Path(opencode).resolve()), f"{AGENT_BIN}/opencode")] if opencode else []
+        prefix, binary = sandbox_python(str(python) if python else None)
+        if prefix:
+            self._binds.append((prefix, prefix))
+            self._path.append(str(Path(binary).parent))
+        self._tests_uploaded = False
+        self._etc: Path | None = None
+        self._network: Network | None = None
+        self._relay: asyncio.Server | None = None
+        self._running: set[int] = set()
+
+    @staticmethod
+    def type() -> str:
+        return "local-sandbox"
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities(disable_internet=self._isolation.own_network)
+
+    @classmethod
+    def resource_capabilities(cls) -> EnvironmentResourceCapabilities:
+        return EnvironmentResourceCapabilities(fractional_cpus=True)
+
+    def _validate_definition(self) -> None:
+        """Nothing to find: a sandbox needs no image and no Dockerfile."""
+
+    # -- life --------------------------------------------------------------------------------------------------
+    async def start(self, force_build: bool) -> None:
+        try:
+            await asyncio.to_thread(self._make_folders)
+            if self._capture_port and self._isolation.own_network:
+                self._network = await asyncio.to_thread(open_network, self._capture_port)
+                self._relay = await asyncio.start_server(self._forward, sock=self._network.listener)
+            if not (self.environment_dir / "input").is_dir():
+                await self._upload_environment_dir_after_start()
+        except BaseException:
+            await self.stop(delete=True)
+            raise
+
+    def _make_folders(self) -> None:
+        self._etc = prepare_etc(self._root / ".etc")
+        for name in (*self._writable, "tests"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if self._home_template:
+            copy_tree(self._home_template, self._host(HOME), keep_links=True)
+        for path in (HOME, self._workdir, *self._mount_targets(writable_only=True)):
+            self._host(path).mkdir(parents=True, exist_ok=True)
+        if (self.environment_dir / "input").is_dir():
+            copy_tree(self.environment_dir / "input", self._host(INPUT), keep_links=True)
+        (self.folder / "tmp").chmod(0o1777)
+        self._give_away(self.folder)
+
+    def _give_away(self, path: Path) -> None:
+        """Under proot as root the guests run as nobody: what they use must be theirs."""
+        if self._isolation.runtime != "proot" or os.geteuid() != 0:
+            return
+        for parent in self.folder.parents:
+            if not parent.stat().st_mode & 0o001:
+                raise SandboxError(f"proot runs the agent as nobody, who cannot enter {parent}: set RUN_DIR to a "
+                                   "folder that every user can enter, or start as an ordinary user.")
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        for base, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                os.chown(os.path.join(base, name), NOBODY, NOBODY, follow_symlinks=False)
+
+    async def stop(self, delete: bool) -> None:
+        for pid in list(self._running):
+            _kill_group(pid)
+        if self._relay:
+            self._relay.close()
+        if self._network:
+            self._network.close()
+        self._relay = self._network = None
+        if self._isolation.runtime == "proot":  # bubblewrap's process namespace lets nothing out
+            await asyncio.to_thread(kill_marked, self.folder)
+        if delete and not self._keep:
+            await asyncio.to_thread(remove_tree, self.folder)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one connection of the sandbox to the capture proxy, chunk by chunk as they come (SSE)."""
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._capture_port)
+        except OSError as err:
+            self.logger.warning(f"the capture proxy on port {self._capture_port} refuses a rollout: {err}")
+            writer.close()
+            return
+        try:
+            await asyncio.gather(_pump(reader, upstream_writer), _pump(upstream_reader, writer))
+        except OSError:
+            pass  # either side went away; the other learns it from the close below
+        finally:
+            writer.close()
+            upstream_writer.close()
+
+    # -- commands ----------------------------------------------------------------------------------------------
+    async def exec(self, command: str, cwd: str | None = None, env: dict[str, str] | None = None,
+                   timeout_sec: int | None = None, user: str | int | None = None) -> ExecResult:
+        """Run `command` by bash. `user` is accepted and ignored: a sandbox has one user.
+
+        Raises RuntimeError after `timeout_sec`, as Harbor's Docker environment does.
+        """
+        if self._etc is None:
+            raise SandboxError("the sandbox is not running: call start() first")
+        # Until the verifier uploads its tests the agent can neither read nor plant any.
+        tests = ([], ["tests"]) if not self._tests_uploaded else (["tests"], [])
+        argv = self._isolation.argv(
+            command, folder=self.folder, writable=[*self._writable, *tests[0]], read_only=tests[1], etc=self._etc,
+            binds=self._binds, cwd=cwd or self._workdir, network=self._network)
+        process = await asyncio.create_subprocess_exec(
+            *argv, env=self._environ(env), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True)
+        self._running.add(process.pid)
+        outputs = {"stdout": _Bounded(), "stderr": _Bounded()}
+        try:
+            async with asyncio.timeout(timeout_sec or None):
+                await asyncio.gather(self._read(process.stdout, "stdout", outputs),
+                                     self._read(process.stderr, "stderr", outputs), process.wait())
+        except TimeoutError:
+            raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
+        finally:
+            _kill_group(process.pid)
+            if self._isolation.runtime == "proot":
+                kill_marked(self.folder)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), 10)
+            self._running.discard(process.pid)
+        return ExecResult(stdout=outputs["stdout"].text(), stderr=outputs["stderr"].text(),
+                          return_code=process.returncode)
+
+    async def _read(self, stream: asyncio.StreamReader, name: Any, outputs: dict[str, _Bounded]) -> None:
+        callback = self._output_callback()
+        while chunk := await stream.read(1 << 16):
+            outputs[name].add(chunk)
+            if callback:
+                await callback(chunk.decode(errors="replace"), name)
+
+    def _environ(self, env: dict[str, str] | None) -> dict[str, str]:
+        """The whole environment of a command: nothing is inherited from the env server."""
+        path = ":".join([*self._path, "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"])
+        base = {"PATH": path, "HOME": HOME, "USER": "root", "LOGNAME": "root", "SHELL": "/bin/bash", "TMPDIR": "/tmp",
+                "LANG": "C.UTF-8", "TERM": "dumb", "PYTHONNOUSERSITE": "1"}
+        return base | (self._merge_env(env) or {}) | {MARKER: str(self.folder), MARKER_RUN: self._run_id}
+
+    # -- files -------------------------------------------------------------------------------------------------
+    def _host(self, path: str) -> Path:
+        top = PurePosixPath(path).parts[1:2]
+        if not top or top[0] not in (*self._writable, "tests"):
+            raise SandboxError(f"{path!r} is not a folder of the sandbox: only /{', /'.join(self._writable)} and "
+                               "/tests can be written.")
+        return inside(self.folder, path)
+
+    async def upload_file(self, source_path: Path | str, target_path: str) -> None:
+        target = self._host(target_path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(copy_file, Path(source_path).resolve(), target)
+        self._give_away(target)
+        self._note_upload(target_path)
+
+    async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
+        target = self._host(target_dir)
+        await asyncio.to_thread(copy_tree, Path(source_dir), target, keep_links=True)
+        self._give_away(target)
+        self._note_upload(target_dir)
+
+    def _note_upload(self, target: str) -> None:
+        self._tests_uploaded |= PurePosixPath(target).parts[1] == "tests"
+
+    async def download_file(self, source_path: str, target_path: Path | str) -> None:
+        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(copy_file, self._host(source_path), Path(target_path))
+
+    async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
+        source = self._host(source_dir)
+        if source.is_symlink():
+            raise SandboxError(f"{source_dir!r} is a link made in the sandbox; it is not followed")
+        left_out = await asyncio.to_thread(copy_tree, source, Path(target_dir))
+        if left_out:
+            self.logger.debug(f"links and special files of {source_dir} were not downloaded: {left_out[:20]}")
+
+    async def is_dir(self, path: str, user: str | int | None = None) -> bool:
+        with contextlib.suppress(SandboxError):
+            host = self._host(path)
+            return host.is_dir() and not host.is_symlink()
+        return await super().is_dir(path, user)
+
+    async def is_file(self, path: str, user: str | int | None = None) -> bool:
+        with contextlib.suppress(SandboxError):
+            host = self._host(path)
+            return host.is_file() and not host.is_symlink()
+        return await super().is_file(path, user)
+
+
+class _Bounded:
+    """Output of a command, at most OUTPUT_LIMIT bytes of it: the beginning and the end."""
+
+    def __init__(self) -> None:
+        self.head, self.tail, self.dropped = bytearray(), bytearray(), 0
+
+    def add(self, chunk: bytes) -> None:
+        room = max(0, OUTPUT_LIMIT // 2 - len(self.head))
+        self.head += chunk[:room]
+        self.tail += chunk[room:]
+        if (excess := len(self.tail) - OUTPUT_LIMIT // 2) > 0:
+            self.dropped += excess
+            del self.tail[:excess]
+
+    def text(self) -> str:
+        gap = f"\n[{self.dropped} bytes left out]\n".encode() if self.dropped else b""
+        return bytes(self.head + gap + self.tail).decode(errors="replace")
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(1 << 16):
+        writer.write(chunk)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+@cache
+def sandbox_python(python: str | None = None) -> tuple[str | None, str]:
+    """(prefix to bind, interpreter) of the sandbox's python3. The prefix is None for the system's, which is there.
+
+    A named `python` may be a shim or a venv's: what is bound is the installation behind it.
+    """
+    if python is None and os.access("/usr/bin/python3", os.X_OK):
+        return None, "/usr/bin/python3"
+    asked = python or sys.executable
+    code = "import sys; print(sys.base_prefix); print(getattr(sys, '_base_executable', sys.executable))"
+    try:
+        done = subprocess.run([asked, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        raise SandboxError(f"the sandbox's python {asked!r} does not run: {err}. Name one that does.") from err
+    prefix = os.path.realpath(done.stdout.split("\n")[0])
+    binary = shutil.which("python3", path=f"{prefix}/bin") or os.path.realpath(done.stdout.split("\n")[1])
+    return (None if prefix in ("/usr", "/usr/local") else prefix), binary
