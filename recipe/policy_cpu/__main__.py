@@ -1,4 +1,4 @@
-"""Serves a small Lfm2 model on the CPU over vLLM's HTTP contract; stops on SIGTERM or Ctrl-C.
+"""Serves a small Lfm2 model on the CPU over vLLM's HTTP contract; ended by SIGTERM or Ctrl-C.
 
     python -m recipe.policy_cpu --model tiny/model --port 8001 --dev-mode
 
@@ -8,8 +8,6 @@ Exit codes: 64 wrong usage (a model that is too large or of another kind), 69 th
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 
 from recipe.config import EXIT_USAGE
@@ -51,23 +49,24 @@ def main(argv: list[str] | None = None) -> int:
     from recipe.policy_cpu.load import ModelRefused, load_service
 
     torch.set_num_threads(args.threads)
-    dead = []
+    servers: list[uvicorn.Server] = []
 
     def on_death() -> None:
-        dead.append(True)
-        os.kill(os.getpid(), signal.SIGTERM)  # uvicorn ends open connections and returns from run()
+        for server in servers:
+            server.should_exit = True
 
     try:
         service = load_service(args, on_death)
     except ModelRefused as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
-    server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", timeout_graceful_shutdown=5))
+    servers.append(uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning",
+                                                 timeout_graceful_shutdown=5)))
+    sock.listen(128)
     host, port = sock.getsockname()[:2]
     print(f"Serving {service.store.base.name} on http://{host}:{port}", flush=True)
-    server.run(sockets=[sock])
-    service.engine.close()
-    if dead:
+    servers[0].run(sockets=[sock])  # on SIGTERM or SIGINT it closes connections and ends the process by that signal
+    if service.engine.failure is not None:
         print(f"The engine died: {service.engine.failure!r}", file=sys.stderr)
         return EXIT_UNAVAILABLE
     return 0

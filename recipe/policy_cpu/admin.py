@@ -50,7 +50,8 @@ def _add_info(app: FastAPI, service: Service) -> None:
             "lora_config": lora,
             "weight_transfer_config": {"backend": "file"}},
             "vllm_env": {"VLLM_SERVER_DEV_MODE": True, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": service.enable_lora},
-            "system_env": {"engine": "cpu", "pid": os.getpid(), "weight_version": service.store.version}}
+            "system_env": {"engine": "cpu", "pid": os.getpid(), "weight_version": service.store.version,
+                           "running": len(service.engine.running), "waiting": len(service.engine.waiting)}}
 
     @app.get("/get_world_size")
     async def get_world_size() -> dict[str, int]:
