@@ -275,10 +275,12 @@ job_setup() {
   # With two GPUs the trainer has the first and the policy server the second; with one they share it.
   local gpus=0
   if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
-  # shellcheck disable=SC2034 # TRAINER_GPU is read by run_job.sh
-  POLICY_GPU=() TRAINER_GPU=()
-  # shellcheck disable=SC2034
-  if ((gpus > 1)); then POLICY_GPU=(CUDA_VISIBLE_DEVICES=1) TRAINER_GPU=(CUDA_VISIBLE_DEVICES=0); fi
+  TRAINER_ENV=()
+  if ((gpus > 1)) && [[ -z $POLICY_GPU ]]; then
+    export POLICY_GPU=1
+    # shellcheck disable=SC2034 # read by run_job.sh
+    TRAINER_ENV=(CUDA_VISIBLE_DEVICES=0)
+  fi
 }
 
 start_watchdog() {
@@ -290,7 +292,7 @@ start_watchdog() {
 start_policy() {
   step policy "starting the policy server ($1 mode, $MODEL)"
   beat policy
-  start_process policy env "${POLICY_GPU[@]}" bash serve_policy.sh --mode "$1"
+  start_process policy bash serve_policy.sh --mode "$1"
   wait_healthy policy "$POLICY_PORT" /health 1800
 }
 
