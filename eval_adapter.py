@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from recipe import report
+from recipe.adapters import AdapterError
 from recipe.cells import InfrastructureError
 from recipe.config import EXIT_USAGE, Settings, SettingsError
 from recipe.evaluation import evaluate, ungraded
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.load()
         out = settings.run_path / "eval" / f"{args.results}.json"
         result = evaluate(settings, args.adapter or settings.run_path / "adapter", args.label, args.served_name, out)
-    except (SettingsError, FileNotFoundError, ValueError) as err:
+    except (SettingsError, AdapterError, ValueError) as err:
         print(f"evaluation did not start: {err}", file=sys.stderr)
         return EXIT_USAGE
     except (InfrastructureError, NotPristine, PolicyError) as err:

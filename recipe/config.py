@@ -128,6 +128,10 @@ class Settings:
     eval_concurrency: int = knob(32, "EVAL_CONCURRENCY", "evaluation rollouts that run at once", "rollouts",
                                  at_least(1), 4)
     eval_retries: int = knob(2, "EVAL_RETRIES", "further attempts of an ungraded cell", "attempts", at_least(0))
+    eval_poll: int = knob(60, "EVAL_POLL", "time between two looks of run_eval_watch.sh for checkpoints", "s",
+                          at_least(1), 5)
+    eval_idle_limit: int = knob(14400, "EVAL_IDLE_LIMIT", "run_eval_watch.sh ends when no checkpoint came for so long",
+                                "s", at_least(1), 900)
     trackio_project: str = knob("lfm-opencode-lora-rl", "TRACKIO_PROJECT", "trackio project")
     trackio_space: str = knob("", "TRACKIO_SPACE", "Space that shows the trackio dashboard; empty keeps it local",
                               check=repo_id)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe import pristine, report, watchdog
+from recipe.adapters import ADAPTER_FILES, check_adapter
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, fingerprint, run_cells
 from recipe.config import Settings
 from recipe.harbor_sessions import run_eval_rollout, served_tasks
@@ -26,7 +27,6 @@ BASE = "base"  # label of base cells; adapters have the label of their checkpoin
 # Settings that decide what a cell measures; any change makes old cells stale.
 DECISIVE = ("model", "model_revision", "dtype", "temperature", "top_p", "top_k", "max_output_tokens", "max_model_calls",
             "agent_timeout", "max_model_len", "opencode_version", "opencode_lean", "sandbox")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _task(folder: Path, ref: Any) -> EvalTask:
     except FileNotFoundError as err:
         raise InfrastructureError(f"the env server serves task {ref.task_name}, but {folder} does not exist: prepare "
                                   "the tasks into this run folder and start the env server on it") from err
-    return EvalTask(ref.task_name, ref.index, str(meta.get("difficulty", "")), str(meta.get("kind", "")),
+    return EvalTask(ref.task_name, ref.index, str(meta.get("difficulty_tier", "")), str(meta.get("kind", "")),
                     digest_of(sorted(p for p in folder.rglob("*") if p.is_file())))
 
 
@@ -82,13 +82,6 @@ def digest_of(files: Iterable[Path]) -> str:
     for file in files:
         total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()[:16]
-
-
-def check_adapter(adapter: Path) -> None:
-    """Raises FileNotFoundError when `adapter` is not a complete adapter folder."""
-    missing = [name for name in ADAPTER_FILES if not (adapter / name).is_file()]
-    if missing:
-        raise FileNotFoundError(f"{adapter} is not a complete adapter: {', '.join(missing)} missing")
 
 
 def make_jobs(settings: Settings, tasks: Sequence[EvalTask], adapter: Path, label: str, served: str) -> list[Job]:

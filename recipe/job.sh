@@ -26,16 +26,17 @@ die() {
 # usage FILE: the comment at the top of a script is its help text.
 usage() { sed -n '2,/^[^#]/{/^[^#]/d;s/^# \{0,1\}//;p}' "$1"; }
 
-# job_begin SCRIPT: settings into the environment, run folder, lock, free ports, traps. PRESET is the preset.
+# job_begin SCRIPT [ARGUMENTS [NAME]]: settings into the environment, run folder, lock, free ports, traps. ARGUMENTS
+# are repeated in the resume command; NAME is in the name of a new run folder.
 job_begin() {
-  local script=$1 settings
+  local script=$1 arguments=${2:-} name=${3:-} settings
   settings=$(python3 -m recipe.config export) || exit $?
   eval "$settings"
-  export RUN_DIR=${RUN_DIR:-$REPO/runs/$PRESET-$(date +%Y%m%d-%H%M%S)}
+  export RUN_DIR=${RUN_DIR:-$REPO/runs/${name:+$name-}$PRESET-$(date +%Y%m%d-%H%M%S)}
   mkdir -p "$RUN_DIR/logs"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
   LOGS=$RUN_DIR/logs
-  RESUME="RUN_DIR=$(printf %q "$RUN_DIR") bash $script$([[ $PRESET == local ]] && echo ' --local')"
+  RESUME="RUN_DIR=$(printf %q "$RUN_DIR") bash $script$([[ $PRESET == local ]] && echo ' --local')${arguments:+ $arguments}"
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
   rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"
@@ -303,12 +304,12 @@ start_env() {
   wait_healthy env "$ENV_PORT" /health 600
 }
 
-# run_eval ARGS...: eval_adapter.py; EVAL_CODE is 0, or 2 when cells stayed ungraded.
+# run_eval ARGS...: eval_adapter.py or EVAL_SCRIPT; EVAL_CODE is 0, or 2 when cells stayed ungraded.
 run_eval() {
   EVAL_CODE=0
   beat eval-setup
-  start_process eval "$TRAINER_PYTHON" eval_adapter.py "$@"
-  follow eval .
+  start_process eval "$TRAINER_PYTHON" "${EVAL_SCRIPT:-eval_adapter.py}" "$@"
+  follow eval ''
   supervise eval || EVAL_CODE=$?
   if ((EVAL_CODE != 0 && EVAL_CODE != 2)); then
     die "$EVAL_CODE" "the evaluation failed with code $EVAL_CODE. Its log: $LOGS/eval.log

@@ -54,6 +54,10 @@ def reference_logprobs(settings: Settings, adapter: Path) -> tuple[list[int], li
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # a slow fallback of one forward needs no advice in the evaluation's log
+    logging.disable_progress_bar()
 
     source = {"pretrained_model_name_or_path": settings.model}
     if not Path(settings.model).is_dir():

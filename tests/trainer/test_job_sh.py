@@ -26,14 +26,18 @@ job_begin test_job.sh
 # A server that answers 200 everywhere, with a child that ignores SIGTERM: the hard case for a clean end.
 SERVER = """python3 -c '
 import http.server, signal, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"])
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", stubborn])
 class H(http.server.BaseHTTPRequestHandler):
     def do_GET(self): self.send_response(200); self.end_headers()
     def log_message(self, *a): pass
 print("server starts", flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()' "$POLICY_PORT"
 """
-START = f"step policy 'starting it'\nstart_process policy {SERVER.strip()}\nwait_healthy policy $POLICY_PORT /health 60\n"
+START = f"""step policy 'starting it'
+start_process policy {SERVER.strip()}
+wait_healthy policy $POLICY_PORT /health 60
+"""
 
 
 def free_ports(n: int) -> list[int]:
