@@ -38,7 +38,8 @@ class Kind:
     difficulty: str
 
 
-# No quotes, `$(` aside, and no backslashes: the chat template writes tool arguments between single quotes, unescaped.
+# No quote, backslash or parenthesis: the chat template writes a tool's arguments between single quotes without escapes,
+# and TRL's parser ends a call at the first closing parenthesis.
 KINDS = {kind.name: kind for kind in (
     Kind("rows", None, "How many data rows does the file have?", "tail -n +2 {file} | wc -l", "easy"),
     Kind("first", "label", "What is column {k} ({name}) of the first data row?",
@@ -53,8 +54,8 @@ KINDS = {kind.name: kind for kind in (
          "tail -n +2 {file} | cut -d, -f{k} | sort -n | tail -n 1", "medium"),
     Kind("smallest", "number", "What is the smallest value of column {k} ({name})?",
          "tail -n +2 {file} | cut -d, -f{k} | sort -n | head -n 1", "medium"),
-    Kind("sum", "number", "What is the sum of column {k} ({name})?",
-         "echo $(($(tail -n +2 {file} | cut -d, -f{k} | paste -s -d+)))", "hard"),
+    Kind("second", "number", "What is the second largest value of column {k} ({name})?",
+         "tail -n +2 {file} | cut -d, -f{k} | sort -n | tail -n 2 | head -n 1", "hard"),
 )}
 
 
@@ -110,7 +111,7 @@ _ANSWERS: dict[str, Callable[[LocalTask], str]] = {
     "distinct": lambda t: str(len(set(_column(t)))),
     "largest": lambda t: str(max(map(int, _column(t)))),
     "smallest": lambda t: str(min(map(int, _column(t)))),
-    "sum": lambda t: str(sum(map(int, _column(t)))),
+    "second": lambda t: str(sorted(map(int, _column(t)))[-2]),
 }
 
 
@@ -121,7 +122,7 @@ def _owner(text: str) -> str:
 
 def _word(rng: random.Random, split: str) -> str:
     while True:
-        n = rng.choice((2, 2, 3))
+        n = rng.choice((2, 2, 2, 3))
         word = "".join(rng.choice(part) for _ in range(n) for part in (_ONSETS, _VOWELS, _CODAS)).capitalize()
         if _owner(word) == split:
             return word
@@ -149,14 +150,14 @@ def make_task(rng: random.Random, split: str, kind: Kind, index: int) -> LocalTa
     columns = {
         "label": (rng.choice(LABEL_NAMES), _distinct(n_rows, lambda: _word(rng, split))),
         "category": (rng.choice(CATEGORY_NAMES), [rng.choice(categories) for _ in range(n_rows)]),
-        "number": (numbers[0], [_number(rng, split, 10, 999) for _ in range(n_rows)]),
+        "number": (numbers[0], _distinct(n_rows, lambda: _number(rng, split, 10, 999))),
         "other": (numbers[1], [_number(rng, split, 10, 999) for _ in range(n_rows)]),
     }
     order = rng.sample(list(columns), len(columns))
     return LocalTask(
         name=f"local_{split}_{index:04d}_{kind.name}",
         kind=kind,
-        file_name=f"{rng.choice(STEMS)}_{_number(rng, split, 100, 9999)}.csv",
+        file_name=f"{rng.choice(STEMS)}_{_number(rng, split, 100, 999)}.csv",
         header=tuple(columns[c][0] for c in order),
         rows=tuple(zip(*(columns[c][1] for c in order), strict=True)),
         k=order.index(kind.column) + 1 if kind.column else 0,

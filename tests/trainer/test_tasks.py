@@ -64,7 +64,7 @@ def test_splits_share_no_cell_no_file_and_no_instruction():
 
 
 def test_pipelines_fit_between_single_quotes():
-    assert not any(set(task.pipeline) & set("'\"\\\n") for task in generate("train", 64))
+    assert not any(set(task.pipeline) & set("'\"\\\n()") for task in generate("train", 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,18 +77,18 @@ def test_the_right_command_earns_one_and_the_wrong_ones_zero(kind, held_out, tmp
 
 
 def test_the_grader_takes_the_same_number_in_another_form(held_out, tmp_path):
-    task = next(t for t in held_out if t.kind.name == "sum")
-    assert grade(task, f"echo {int(task.answer):,}.0 > {ANSWER_FILE}", tmp_path / "a") == 1.0
+    task = next(t for t in held_out if t.kind.name == "second")
+    assert grade(task, f"echo {int(task.answer):07,}.0 > {ANSWER_FILE}", tmp_path / "a") == 1.0
     assert grade(task, f"echo {int(task.answer) + 1} > {ANSWER_FILE}", tmp_path / "a") == 0.0
 
 
 def test_no_memorised_command_solves_more_than_its_kind(held_out, tmp_path):
     """A command that finds the file by a wildcard solves its own kind at most; one with a file name, its own task."""
     rows = f"tail -n +2 {INPUT_DIR}/*.csv | wc -l > {ANSWER_FILE}"
-    rewards = [grade(task, rows, tmp_path / "a") for task in held_out]
-    assert 0 < sum(rewards) <= len(held_out) / N_KINDS * 1.5
+    rewards = [grade(task, rows, tmp_path / "a") for task in held_out[:4 * N_KINDS]]
+    assert 0 < sum(rewards) <= 4
     own = held_out[0]
-    assert sum(grade(task, f"{own.pipeline} > {ANSWER_FILE}", tmp_path / "a") for task in held_out[:16]) == 1
+    assert sum(grade(task, f"{own.pipeline} > {ANSWER_FILE}", tmp_path / "a") for task in held_out[:N_KINDS]) == 1
     answers = [task.answer for task in held_out]
     assert max(map(answers.count, answers)) <= len(answers) / N_KINDS
 
