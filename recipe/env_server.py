@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -37,6 +38,9 @@ from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
 MOUNT = "/capture"
 SPLITS = ("train", "test")
 WS_PING_S = 120.0  # a loaded machine answers pings late, and a closed socket loses a rollout that was paid for
+# What a server's first trial imports, in seconds during which nothing else would be served.
+WARM_IMPORTS = ("harbor.trial.single_step", "harbor.verifier.verifier", "harbor.llms.litellm_config", "dirhash",
+                "recipe.opencode_agent")
 SHUTDOWN_S = 10  # for sandboxes to stop before they are swept
 
 
@@ -205,13 +209,15 @@ def run(settings: Settings) -> int:
     os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = os.environ.pop("CAPTURE_ADMIN_KEY", "") or secrets.token_urlsafe(24)
 
     seams.check()
-    seams.install(settings)
+    seams.install(settings, url)
     check_sandbox(settings)
     sweep_sandboxes(settings)
     llm = probe_engine(settings)
 
     from openenv.harbor.serving import HarborService, build_app
 
+    for module in WARM_IMPORTS + (("recipe.sandbox_local",) if settings.sandbox == "local" else ()):
+        importlib.import_module(module)
     service = HarborService(llm_url=settings.policy_url, model=settings.model, datasets=list(SPLITS),
                             capture_port=settings.public_port, expose="direct",
                             capture_level=llm["capture_level"], max_output_tokens=settings.max_output_tokens)

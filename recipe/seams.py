@@ -1,7 +1,7 @@
 """The places where OpenEnv and Harbor are extended, each checked to have the shape this recipe was written for.
 
     check()             # raises SeamError that names file, version and what was expected
-    install(settings)   # after check(): the OpenCode seam, the sandbox, the limits
+    install(settings, url)   # after check(): the OpenCode seam, the sandbox, the limits
 
 OpenEnv has no option for these, so module globals are replaced that it looks up at call time:
 
@@ -9,6 +9,7 @@ OpenEnv has no option for these, so module globals are replaced that it looks up
                                one tool list and one model name in training and evaluation
     openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only
     openenv/harbor/environment.py  _ROLLOUT_TIMEOUT_S: the longest rollout that the server waits for
+    openenv/core/harness/capture/sessions.py  evaluation_sampling: the whole policy, as in training
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import urlsplit
 
 from recipe import opencode_binary
 from recipe.config import Settings
@@ -36,6 +38,8 @@ SEAM_FIELDS = ("name", "dialect", "model_fmt", "import_path", "agent_env", "env"
                "step_limit", "status", "notes")
 SERVICE_PARAMETERS = ("llm_url", "model", "datasets", "capture_port", "expose", "api_key", "auth_header", "provider",
                       "capture_level", "max_output_tokens")
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+           "repetition_penalty": 1.0}
 APP_PARAMETERS = ("datasets", "llm_url", "model", "llm")
 
 
@@ -55,7 +59,7 @@ def check() -> None:
                             "server's Python (setup.sh does)")
     from harbor.agents.installed.opencode import OpenCode
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig
-    from openenv.core.harness.capture import CaptureServer
+    from openenv.core.harness.capture import CaptureServer, sessions, upstream
     from openenv.harbor import environment, rollout, seams, serving
 
     _same("openenv", rollout, "parameters of build_trial_config", TRIAL_CONFIG_PARAMETERS,
@@ -73,6 +77,9 @@ def check() -> None:
           "app" in inspect.getsource(CaptureServer.__init__) and isinstance(CaptureServer.registry, property))
     _same("openenv", environment, "_ROLLOUT_TIMEOUT_S is seconds", True,
           isinstance(getattr(environment, "_ROLLOUT_TIMEOUT_S", None), (int, float)))
+    _same("openenv", sessions, "evaluation_sampling is called by SessionRegistry.create", True,
+          "evaluation_sampling(" in inspect.getsource(sessions.SessionRegistry.create))
+    _same("openenv", upstream, "NON_POLICY_SAMPLING", NEUTRAL, dict(upstream.NON_POLICY_SAMPLING))
     for model, fields in ((EnvironmentConfig, {"type", "import_path", "kwargs"}),
                           (AgentConfig, {"import_path", "kwargs", "env", "override_timeout_sec"})):
         _same("harbor", inspect.getmodule(model), f"fields {sorted(fields)} of {model.__name__}", fields,
@@ -81,13 +88,15 @@ def check() -> None:
           _parameters(OpenCode.install))
 
 
-def install(settings: Settings) -> None:
-    """Replaces the globals above for this process."""
+def install(settings: Settings, capture_url: str) -> None:
+    """Replaces the globals above for this process. `capture_url` is the capture proxy's as sandboxes know it."""
+    from openenv.core.harness.capture import sessions
     from openenv.harbor import environment, rollout, seams
 
     seams.SEAMS["opencode"] = opencode_seam(seams.SEAMS["opencode"], settings)
-    rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings)
+    rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings, capture_url)
     environment._ROLLOUT_TIMEOUT_S = float(settings.agent_timeout + SETUP_TIMEOUT_S)
+    sessions.evaluation_sampling = whole_policy(sessions.evaluation_sampling)
 
 
 def opencode_seam(stock: Any, settings: Settings) -> Any:
@@ -120,7 +129,21 @@ def opencode_seam(stock: Any, settings: Settings) -> Any:
         agent_env={**stock.agent_env, **(LEAN_ENV if settings.opencode_lean else {})})
 
 
-def trial_config_builder(stock: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+def whole_policy(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """`stock` (evaluation_sampling) that also pins what a training request pins and an evaluation cannot name.
+
+    Without it vLLM fills min_p and repetition_penalty from the model's generation_config.json, in evaluation only.
+    """
+    from openenv.core.harness.capture.upstream import NON_POLICY_SAMPLING
+
+    def evaluation_sampling(value: dict[str, Any] | None) -> dict[str, Any]:
+        named = stock(value)
+        return {**NON_POLICY_SAMPLING, **named} if named else named
+
+    return evaluation_sampling
+
+
+def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_url: str) -> Callable[..., Any]:
     """`stock` (build_trial_config) that admits the configured sandbox only and knows SANDBOX=local."""
 
     def build_trial_config(**arguments: Any) -> Any:
@@ -132,16 +155,17 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings) -> Calla
         # "docker" only gets through validation: an import path and no type is what Harbor is given.
         config = stock(**{**arguments, "sandbox": "docker"})
         local = config.environment.model_copy(update={"type": None, "import_path": LOCAL_SANDBOX,
-                                                      "kwargs": local_sandbox_kwargs(settings)})
+                                                      "kwargs": local_sandbox_kwargs(settings, capture_url)})
         return config.model_copy(update={"environment": local})
 
     return build_trial_config
 
 
-def local_sandbox_kwargs(settings: Settings) -> dict[str, Any]:
-    """Constructor arguments of recipe.sandbox_local.LocalSandbox."""
+def local_sandbox_kwargs(settings: Settings, capture_url: str) -> dict[str, Any]:
+    """Constructor arguments of recipe.sandbox_local.LocalSandbox; its only way out is the port of `capture_url`."""
     return {"root": str(settings.run_path / "sandboxes"), "run_id": settings.run_path.name,
-            "runtime": settings.sandbox_runtime, "keep": settings.keep_sandbox, "capture_port": settings.public_port,
+            "runtime": settings.sandbox_runtime, "keep": settings.keep_sandbox,
+            "capture_port": urlsplit(capture_url).port or settings.public_port,
             "opencode": os.environ.get("OPENCODE_BIN") or str(opencode_binary.binary_path(settings))}
 
 
