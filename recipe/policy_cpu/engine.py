@@ -8,6 +8,7 @@ moment, and the second then finds the first one's blocks in the prefix cache.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -86,10 +87,9 @@ class Engine:
     def call(self, function: Callable[[], Any]) -> Future:
         """Runs `function` in the engine's thread between two steps; the future has its result or exception."""
         future: Future = Future()
-        if self.failure is not None:
-            future.set_exception(EngineDead(f"the engine has stopped: {self.failure!r}"))
-        else:
-            self._inbox.put((function, future))
+        self._inbox.put((function, future))
+        if self.failure is not None:  # nobody will read the inbox again
+            self._refuse_inbox()
         return future
 
     def submit(self, completion: Completion) -> None:
@@ -106,8 +106,8 @@ class Engine:
         New requests wait in every mode. The future is done when nothing runs any more.
         """
         done: Future = Future()
-        failed = self.call(lambda: self._pause(mode, clear_cache, done))
-        return failed if failed.done() and failed.exception() else done
+        asked = self.call(lambda: self._pause(mode, clear_cache, done))
+        return asked if asked.done() and asked.exception() else done
 
     def resume(self) -> Future:
         return self.call(lambda: setattr(self, "paused", None))
@@ -127,11 +127,20 @@ class Engine:
         except BaseException as error:  # noqa: BLE001 - whatever it was, every waiting client must hear of it
             self.failure = error
             self.on_death()
-        failure = EngineDead(f"the engine has stopped: {self.failure!r}")
-        for completion in (*self.running, *self.waiting):
-            completion.done.set_exception(failure)
-        while not self._inbox.empty():
-            self._inbox.get()[1].set_exception(failure)
+        if self.failure is not None:
+            for completion in (*self.running, *self.waiting):
+                completion.done.set_exception(self._dead())
+            for done, _ in self._pausing:
+                done.set_exception(self._dead())
+            self._refuse_inbox()
+
+    def _dead(self) -> EngineDead:
+        return EngineDead(f"the engine has stopped: {self.failure!r}")
+
+    def _refuse_inbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()[1].set_exception(self._dead())
 
     def _drain(self, wait: bool) -> None:
         while wait or not self._inbox.empty():

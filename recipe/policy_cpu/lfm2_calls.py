@@ -21,8 +21,9 @@ START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 RESERVED_MARK = "_reserved_word_"
 JSON_NAMES = {"true": True, "false": False, "null": None}
 RESERVED_ARGUMENT = re.compile(rf"([(,]\s*)({'|'.join(keyword.kwlist)})(\s*=(?!=))")
-PADDED_INTEGER = re.compile(r"(?<![\w.])0[0-9_]*[1-9][0-9_]*(?![\w.])")
-ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"})
+PADDED_INTEGER = re.compile(r"(?<![\w.])0[0-9_]*[1-9][0-9_]*(?![0-9_.eEjJ])")
+CONTROL = re.compile(r"\\.|[\n\r\t\0]", re.DOTALL)  # what a backslash already escapes is matched with it and kept
+ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\x00"}
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def _parse_python(text: str) -> ast.Module:
 
 def _try_parse(text: str) -> ast.Module | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # "\d" in a shell command is no concern of ours
+        warnings.simplefilter("ignore")  # "\d" in a shell command is no concern of ours
         try:
             return ast.parse(text)
         except (SyntaxError, ValueError):
@@ -154,7 +155,10 @@ def _mark_reserved(code: str) -> str:
 
 def _escape_controls(text: str) -> str:
     """Raw line breaks and tabs inside strings become escapes: a heredoc in a shell command is no Python string."""
-    return "".join(piece.translate(ESCAPES) if is_string else piece for is_string, piece in _pieces(text))
+    def escape(match: re.Match) -> str:
+        return ESCAPES.get(match[0], match[0])
+
+    return "".join(CONTROL.sub(escape, piece) if is_string else piece for is_string, piece in _pieces(text))
 
 
 def _close_nested_quotes(text: str) -> str | None:
