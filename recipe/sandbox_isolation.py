@@ -22,6 +22,7 @@ MARKER = "RECIPE_SANDBOX"  # on the host side of every sandbox process: its fold
 MARKER_RUN = "RECIPE_SANDBOX_RUN"
 SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 NOBODY = 65534  # user and group that proot's guests become when the env server is root
+PROOT_FILTER = Path(__file__).with_name("proot_filter.py")
 AGENT_BIN = "/opt/opencode/bin"
 
 # Rollouts are the first to go when memory ends (not the trainer), and leave no core files.
@@ -79,11 +80,13 @@ class Isolation:
         return f"{self.runtime}, weaker isolation: " + "; ".join(self.lost)
 
     def argv(self, command: str, *, folder: Path, writable: Sequence[str], read_only: Sequence[str], etc: Path,
-             binds: Sequence[tuple[str, str]], cwd: str, network: Network | None) -> list[str]:
+             binds: Sequence[tuple[str, str]], cwd: str, network: Network | None,
+             status_fd: int | None = None) -> list[str]:
         """Arguments that run `command` by bash inside.
 
         `writable` and `read_only` are top-level names: `folder/name` appears as `/name`. `binds` are further
-        (host path, path inside) pairs, read-only.
+        (host path, path inside) pairs, read-only. `status_fd` (proot) receives the exit code as soon as the command
+        itself has ended: proot waits for everything that the command left running.
         """
         launch = ["/bin/sh", "-c", _LAUNCH, "sh"]
         shell = ["/bin/bash", "-c", command]
@@ -91,8 +94,11 @@ class Isolation:
             pairs = [(f"/{name}", f"/{name}") for name in SYSTEM if Path("/", name).is_dir()]
             pairs += [("/dev", "/dev"), ("/proc", "/proc"), (str(etc), "/etc"), *binds]
             bound = [arg for host, inside in pairs for arg in ("-b", f"{host}:{inside}")]
+            if status_fd is not None:
+                report = f'/bin/bash -c "$1" {status_fd}>&-; echo $? >&{status_fd}'
+                shell = ["/bin/bash", "-c", report, "bash", command]
             # Only proot itself can be tied to our life; a guest that outlives it is ended by the sweep.
-            tie = ["setpriv", "--pdeathsig", "KILL"]
+            tie = [sys.executable, "-I", "-S", str(PROOT_FILTER), "setpriv", "--pdeathsig", "KILL"]
             if os.geteuid() == 0:
                 tie += [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
             return [*launch, *tie, "proot", "-r", str(folder), *bound, "-w", cwd, *shell]

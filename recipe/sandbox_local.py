@@ -151,14 +151,12 @@ class LocalSandbox(BaseEnvironment):
 
     async def stop(self, delete: bool) -> None:
         for pid in list(self._running):
-            _kill_group(pid)
+            self._kill(pid)
         if self._relay:
             self._relay.close()
         if self._network:
             self._network.close()
         self._relay = self._network = None
-        if self._isolation.runtime == "proot":  # bubblewrap's process namespace lets nothing out
-            await asyncio.to_thread(kill_marked, self.folder)
         if delete and not self._keep:
             await asyncio.to_thread(remove_tree, self.folder)
 
@@ -189,29 +187,58 @@ class LocalSandbox(BaseEnvironment):
             raise SandboxError("the sandbox is not running: call start() first")
         # Until the verifier uploads its tests the agent can neither read nor plant any.
         tests = ([], ["tests"]) if not self._tests_uploaded else (["tests"], [])
+        proot = self._isolation.runtime == "proot"
+        status_in, status_out = os.pipe() if proot else (None, None)
         argv = self._isolation.argv(
             command, folder=self.folder, writable=[*self._writable, *tests[0]], read_only=tests[1], etc=self._etc,
-            binds=self._binds, cwd=cwd or self._workdir, network=self._network)
-        process = await asyncio.create_subprocess_exec(
-            *argv, env=self._environ(env), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True)
+            binds=self._binds, cwd=cwd or self._workdir, network=self._network, status_fd=status_out)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, env=self._environ(env), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True, pass_fds=(status_out,) if proot else ())
+        finally:
+            if proot:
+                os.close(status_out)
         self._running.add(process.pid)
         outputs = {"stdout": _Bounded(), "stderr": _Bounded()}
+        code = None
         try:
             async with asyncio.timeout(timeout_sec or None):
-                await asyncio.gather(self._read(process.stdout, "stdout", outputs),
-                                     self._read(process.stderr, "stderr", outputs), process.wait())
+                waits = [self._read(process.stdout, "stdout", outputs), self._read(process.stderr, "stderr", outputs),
+                         process.wait()]
+                if proot:
+                    waits.append(self._end_with_status(process.pid, status_in))
+                code = (await asyncio.gather(*waits))[-1]
         except TimeoutError:
             raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
         finally:
-            _kill_group(process.pid)
-            if self._isolation.runtime == "proot":
-                kill_marked(self.folder)
+            self._kill(process.pid)
+            if proot:
+                os.close(status_in)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), 10)
             self._running.discard(process.pid)
         return ExecResult(stdout=outputs["stdout"].text(), stderr=outputs["stderr"].text(),
-                          return_code=process.returncode)
+                          return_code=process.returncode if code is None else code)
+
+    def _kill(self, pid: int) -> None:
+        """End a command's processes; bubblewrap's process namespace ends with its first process, proot has none."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if self._isolation.runtime == "proot":
+            kill_marked(self.folder)
+
+    async def _end_with_status(self, pid: int, status_in: int) -> int | None:
+        """Exit code that a command under proot reports; what it left running ends then, as with bubblewrap."""
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(status_in, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(status_in)
+        status = os.read(status_in, 16).strip()
+        self._kill(pid)
+        return int(status) if status else None
 
     async def _read(self, stream: asyncio.StreamReader, name: Any, outputs: dict[str, _Bounded]) -> None:
         callback = self._output_callback()
@@ -236,20 +263,24 @@ class LocalSandbox(BaseEnvironment):
         return inside(self.folder, path)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        target = self._host(target_path)
+        target = self._upload_target(target_path)
         target.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(copy_file, Path(source_path).resolve(), target)
         self._give_away(target)
-        self._note_upload(target_path)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        target = self._host(target_dir)
+        target = self._upload_target(target_dir)
         await asyncio.to_thread(copy_tree, Path(source_dir), target, keep_links=True)
         self._give_away(target)
-        self._note_upload(target_dir)
 
-    def _note_upload(self, target: str) -> None:
-        self._tests_uploaded |= PurePosixPath(target).parts[1] == "tests"
+    def _upload_target(self, path: str) -> Path:
+        target = self._host(path)
+        if PurePosixPath(path).parts[1] == "tests" and not self._tests_uploaded:
+            # Whatever lies there came from the agent (proot cannot write-protect it): the verifier starts clean.
+            remove_tree(self.folder / "tests")
+            (self.folder / "tests").mkdir()
+            self._tests_uploaded = True
+        return target
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         Path(target_path).parent.mkdir(parents=True, exist_ok=True)
@@ -301,11 +332,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 @cache
