@@ -53,6 +53,7 @@ from recipe.sandbox_isolation import (
 WORKDIR = "/workdir"
 HOME = "/home/user"
 INPUT = "/home/user/input"
+LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 # Top-level folders a trial may write to; the root itself is read-only. "installed-agent", "solution" and "runtime"
 # are Harbor's.
 WRITABLE = ("workdir", "home", "logs", "tmp", "root", "app", "data", "installed-agent", "solution", "runtime")
@@ -129,7 +130,7 @@ class LocalSandbox(BaseEnvironment):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if self._home_template:
             copy_tree(self._home_template, self._host(HOME), keep_links=True)
-        for path in (HOME, self._workdir, *self._mount_targets(writable_only=True)):
+        for path in (HOME, self._workdir, *LOGS, *self._mount_targets(writable_only=True)):
             self._host(path).mkdir(parents=True, exist_ok=True)
         if (self.environment_dir / "input").is_dir():
             copy_tree(self.environment_dir / "input", self._host(INPUT), keep_links=True)

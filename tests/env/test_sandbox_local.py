@@ -1,0 +1,372 @@
+"""The local sandbox under each runtime: what is visible, what can be reached, what survives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
+from recipe import sandbox_local
+from recipe.sandbox_files import copy_file, copy_tree, inside, marked_processes, remove_tree, sweep
+from recipe.sandbox_isolation import SandboxError, detect
+from recipe.sandbox_local import LocalSandbox, sandbox_python
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(params=["bwrap", "proot"])
+def runtime(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def root(tmp_path: Path):
+    """A folder of sandboxes that any user can enter (proot runs the guests of a root server as nobody)."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder != Path("/") and folder.owner() == tmp_path.owner() and folder.name.startswith(("pytest", "test_")):
+            folder.chmod(0o755)
+    yield tmp_path / "sandboxes"
+    assert marked_processes(tmp_path) == [], "a sandbox left processes behind"
+
+
+def make(root: Path, runtime: str, *, session_id: str = "trial__env", config: EnvironmentConfig | None = None,
+         **kwargs) -> LocalSandbox:
+    task = root.parent / "task/environment"
+    (task / "input").mkdir(parents=True, exist_ok=True)
+    (task / "input/data.csv").write_text("a,b\n1,2\n")
+    trial = TrialPaths(root.parent / "trial")
+    trial.mkdir()
+    return LocalSandbox(environment_dir=task, environment_name="task", session_id=session_id, trial_paths=trial,
+                        task_env_config=config or EnvironmentConfig(), root=root, run_id="test-run", runtime=runtime,
+                        **kwargs)
+
+
+def using(sandbox: LocalSandbox, body) -> None:
+    async def run() -> None:
+        await sandbox.start(False)
+        try:
+            await body(sandbox)
+        finally:
+            await sandbox.stop(delete=True)
+
+    asyncio.run(run())
+
+
+async def out(sandbox: LocalSandbox, command: str, **kwargs) -> str:
+    result = await sandbox.exec(command, **kwargs)
+    assert result.return_code == 0, (command, result.stdout, result.stderr)
+    return result.stdout.strip()
+
+
+def test_folders_home_and_python(root: Path, runtime: str) -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await out(sandbox, "pwd; echo $HOME; cat ~/input/data.csv") == "/workdir\n/home/user\na,b\n1,2"
+        assert await out(sandbox, "python3 -c 'import json, sqlite3, csv; print(6 * 7)'") == "42"
+        assert await out(sandbox, "echo 5 > answer.txt; cd /tmp && touch x && cat /workdir/answer.txt") == "5"
+        assert await out(sandbox, "cat /workdir/answer.txt; pwd", cwd="/home/user") == "5\n/home/user"
+        assert await out(sandbox, "ls -d /logs/agent /logs/verifier /logs/artifacts") != ""
+        assert (await sandbox.exec("exit 7")).return_code == 7
+        assert await out(sandbox, "cat; echo end") == "end"  # stdin is /dev/null
+        assert await sandbox.is_file("/workdir/answer.txt") and not await sandbox.is_dir("/workdir/answer.txt")
+
+    using(make(root, runtime), body)
+    assert [p.name for p in root.iterdir()] == [".etc"]
+
+
+def test_nothing_of_the_machine_or_of_other_rollouts_is_visible(root: Path, runtime: str, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    other = make(root, runtime, session_id="other__env")
+
+    async def body(sandbox: LocalSandbox) -> None:
+        await other.start(False)
+        try:
+            await out(other, "echo secret > /workdir/secret.txt")
+            assert "hf_secret" not in await out(sandbox, "env; cat /proc/self/environ | tr '\\0' '\\n'")
+            for path in (REPO, root.parent, root, other.folder, Path.home() / ".cache", Path("/etc/shadow")):
+                seen = await sandbox.exec(f"ls -la {path} 2>/dev/null | grep -v '^total' | grep -vw '\\.\\.\\?$'")
+                assert seen.stdout.strip() == "", (path, seen.stdout)
+            assert await out(sandbox, "find /workdir /tmp /home -name secret.txt") == ""
+            for path in ("/usr/planted", "/etc/planted", "/bin/planted"):
+                if runtime == "bwrap" or os.geteuid() == 0:  # proot as an ordinary user has the machine's own modes
+                    assert (await sandbox.exec(f"touch {path}")).return_code != 0 or runtime == "proot"
+                assert not Path(path).exists()
+        finally:
+            await other.stop(delete=True)
+
+    using(make(root, runtime), body)
+
+
+def test_environment_is_merged_as_harbor_does(root: Path, runtime: str) -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        show = 'echo "$A $B $C"'
+        with sandbox.scoped_exec_env({"B": "scoped", "C": "scoped"}):
+            assert await out(sandbox, show, env={"B": "exec"}) == "persistent scoped scoped"
+        assert await out(sandbox, show, env={"B": "exec"}) == "persistent exec"
+
+    using(make(root, runtime, persistent_env={"A": "persistent", "B": "persistent"}), body)
+
+
+def test_workdir_of_the_task(root: Path, runtime: str) -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await out(sandbox, "pwd; touch here") == "/srv/work"
+
+    using(make(root, runtime, config=EnvironmentConfig(workdir="/srv/work")), body)
+
+
+STREAM = """
+import sys, time, urllib.request
+for line in urllib.request.urlopen(sys.argv[1], timeout=10):
+    print(round(time.monotonic(), 2), line.decode().strip(), flush=True)
+"""
+
+
+async def sse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Two events with a pause between, as an engine streams."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\ndata: one\n")
+    await writer.drain()
+    await asyncio.sleep(0.5)
+    writer.write(b"data: two\n")
+    await writer.drain()
+    writer.close()
+
+
+def test_capture_proxy_is_reached_under_the_same_url_and_streams(root: Path, runtime: str) -> None:
+    async def run() -> None:
+        server = await asyncio.start_server(sse, "127.0.0.1", 0)
+        other = await asyncio.start_server(sse, "127.0.0.1", 0)
+        port, closed = (s.sockets[0].getsockname()[1] for s in (server, other))
+        sandbox = make(root, runtime, capture_port=port)
+        await sandbox.start(False)
+        try:
+            (sandbox.folder / "workdir/stream.py").write_text(STREAM)
+            for _ in range(2):  # every exec reaches it, not only the first
+                lines = (await out(sandbox, f"python3 stream.py http://127.0.0.1:{port}/")).splitlines()
+                assert [line.split()[-1] for line in lines] == ["one", "two"]
+                assert float(lines[1].split()[0]) - float(lines[0].split()[0]) > 0.3, "the events came as one piece"
+            if runtime == "bwrap":
+                result = await sandbox.exec(f"python3 stream.py http://127.0.0.1:{closed}/")
+                assert "Connection refused" in result.stderr, "another port of this machine can be reached"
+                interfaces = "import socket; print([name for _, name in socket.if_nameindex()])"
+                assert "lo" in await out(sandbox, f'python3 -c "{interfaces}"')
+                routes = await out(sandbox, "cat /proc/net/route")
+                assert len(routes.splitlines()) <= 1, routes
+        finally:
+            await sandbox.stop(delete=True)
+            server.close()
+            other.close()
+
+    asyncio.run(run())
+
+
+def test_timeout_and_cancel_kill_the_tree(root: Path, runtime: str) -> None:
+    tree = "setsid sh -c 'sleep 300' & sh -c 'sleep 300 & wait' & wait"
+
+    async def body(sandbox: LocalSandbox) -> None:
+        with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+            await sandbox.exec(tree, timeout_sec=1)
+        assert marked_processes(sandbox.folder) == []
+        task = asyncio.create_task(sandbox.exec(tree))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert marked_processes(sandbox.folder) == []
+
+    using(make(root, runtime), body)
+
+
+def test_background_processes_end_with_their_command(root: Path, runtime: str) -> None:
+    async def body(sandbox: LocalSandbox) -> None:
+        late = "(sleep 0.6; echo 1 > /logs/verifier/reward.txt) & setsid sleep 300 & disown -a; echo done"
+        assert await out(sandbox, late) == "done"
+        await asyncio.sleep(1)
+        assert not await sandbox.is_file("/logs/verifier/reward.txt")
+
+    using(make(root, runtime), body)
+
+
+SERVER = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_sandbox_local import make
+async def main():
+    sandbox = make(Path({root!r}), {runtime!r})
+    await sandbox.start(False)
+    print(sandbox.folder, flush=True)
+    await sandbox.exec("setsid sleep 300 & sleep 300")
+asyncio.run(main())
+"""
+
+
+def test_killed_server_leaves_nothing_that_the_sweep_does_not_find(root: Path, runtime: str) -> None:
+    code = SERVER.format(tests=str(Path(__file__).parent), root=str(root), runtime=runtime)
+    server = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    try:
+        folder = Path(server.stdout.readline().strip())
+        deadline = time.monotonic() + 10
+        while not marked_processes(root) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked_processes(root)
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        server.stdout.close()
+    if runtime == "bwrap":  # dies with its parent, no sweep needed
+        while marked_processes(root) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked_processes(root) == []
+    assert folder.is_dir()
+    swept = subprocess.run([sys.executable, "-m", "recipe.sandbox_local", "sweep", "--run-dir", str(root.parent)],
+                           cwd=REPO, capture_output=True, text=True, env={**os.environ, "KEEP_SANDBOX": ""})
+    assert swept.returncode == 0 and "1 sandboxes removed" in swept.stdout, (swept.stdout, swept.stderr)
+    assert marked_processes(root) == [] and not folder.exists()
+
+
+def test_links_of_the_agent_are_not_followed(root: Path, runtime: str, tmp_path: Path) -> None:
+    secret = tmp_path / "host-secret"
+    secret.mkdir()
+    (secret / "key").write_text("secret")
+
+    async def body(sandbox: LocalSandbox) -> None:
+        await out(sandbox, f"ln -s {secret} /logs/link; ln -s {secret}/key /logs/agent/key; mkfifo /logs/agent/pipe; "
+                           f"echo ok > /logs/agent/log.txt; ln -s {secret}/key /workdir/target")
+        with pytest.raises(SandboxError, match="link"):
+            await sandbox.download_file("/logs/agent/key", tmp_path / "stolen")
+        with pytest.raises(SandboxError, match="link"):
+            await sandbox.download_file("/logs/link/key", tmp_path / "stolen")
+        with pytest.raises(SandboxError, match="link"):
+            await sandbox.download_dir("/logs/link", tmp_path / "stolen")
+        assert not (tmp_path / "stolen").exists()
+        await sandbox.download_dir("/logs/agent", tmp_path / "logs")
+        assert [p.name for p in (tmp_path / "logs").iterdir()] == ["log.txt"]
+        (tmp_path / "upload").write_text("upload")
+        await sandbox.upload_file(tmp_path / "upload", "/workdir/target")  # replaces the link
+        assert (secret / "key").read_text() == "secret"
+        assert await out(sandbox, "cat /workdir/target") == "upload"
+        for path in ("/etc/passwd", "/usr/bin/x", "/workdir/../../x", "relative"):
+            with pytest.raises(SandboxError):
+                await sandbox.upload_file(tmp_path / "upload", path)
+
+    using(make(root, runtime), body)
+
+
+def test_tests_arrive_clean_and_are_the_verifiers(root: Path, runtime: str, tmp_path: Path) -> None:
+    (tmp_path / "tests/sub").mkdir(parents=True)
+    (tmp_path / "tests/test.sh").write_text("#!/bin/bash\ncat /tests/sub/data; ls /tests\n")
+    (tmp_path / "tests/sub/data").write_text("data\n")
+
+    async def body(sandbox: LocalSandbox) -> None:
+        await sandbox.exec("echo 'print(1)' > /tests/json.py; mkdir /tests/sub")
+        await sandbox.upload_dir(tmp_path / "tests", "/tests")
+        await sandbox.upload_file(tmp_path / "tests/test.sh", "/tests/second.sh")
+        await out(sandbox, "chmod +x /tests/test.sh")
+        assert await out(sandbox, "/tests/test.sh") == "data\nsecond.sh\nsub\ntest.sh"
+
+    using(make(root, runtime), body)
+
+
+def test_output_is_bounded(root: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sandbox_local, "OUTPUT_LIMIT", 1000)
+
+    async def body(sandbox: LocalSandbox) -> None:
+        text = await out(sandbox, "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last")
+        assert text.startswith("first") and text.endswith("last") and "bytes left out" in text and len(text) < 1200
+
+    using(make(root, "bwrap"), body)
+
+
+def test_kept_folder_and_home_template(root: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    (template / ".local/share/opencode").mkdir(parents=True)
+    (template / ".local/share/opencode/db").write_text("migrated")
+    sandbox = make(root, "bwrap", keep=True, home_template=template)
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await out(sandbox, "cat ~/.local/share/opencode/db; echo changed > ~/.local/share/opencode/db"
+                         ) == "migrated"
+
+    using(sandbox, body)
+    assert (sandbox.folder / "home/user/.local/share/opencode/db").read_text() == "changed\n"
+    assert (template / ".local/share/opencode/db").read_text() == "migrated"
+    assert sweep(root, keep=True) == (0, 0) and sandbox.folder.is_dir()
+    assert sweep(root) == (0, 1) and not sandbox.folder.exists()
+
+
+def test_binary_on_path_cannot_be_changed(root: Path, tmp_path: Path) -> None:
+    binary = tmp_path / "agent"
+    binary.write_text("#!/bin/sh\necho agent 1.0\n")
+    binary.chmod(0o755)
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert await out(sandbox, "opencode --version") == "agent 1.0"
+        assert (await sandbox.exec("echo x > $(command -v opencode)")).return_code != 0
+
+    using(make(root, "bwrap", opencode=binary), body)
+    assert "agent 1.0" in binary.read_text()
+
+
+def test_python_outside_the_system_is_bound_with_its_prefix(root: Path) -> None:
+    prefix, binary = sandbox_python(sys.executable)
+
+    async def body(sandbox: LocalSandbox) -> None:
+        version = await out(sandbox, "python3 -c 'import sys, ssl; print(sys.version.split()[0])'")
+        assert version == sys.version.split()[0]
+
+    if prefix:
+        assert str(REPO) not in prefix and Path(binary).is_file()
+    using(make(root, "bwrap", python=sys.executable), body)
+
+
+def test_failed_start_leaves_nothing(root: Path) -> None:
+    sandbox = make(root, "bwrap", home_template=root / "absent")
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(sandbox.start(False))
+    assert not sandbox.folder.exists()
+
+
+def test_paths_and_copies(tmp_path: Path) -> None:
+    assert inside(tmp_path, "/a/b") == tmp_path / "a/b"
+    for wrong in ("a", "/a/../b"):
+        with pytest.raises(SandboxError):
+            inside(tmp_path, wrong)
+    tree = tmp_path / "tree"
+    (tree / "locked").mkdir(parents=True)
+    (tree / "locked/file").write_text("x")
+    (tree / "locked").chmod(0)
+    (tree / "link").symlink_to("/etc")
+    with pytest.raises(SandboxError, match="link"):
+        copy_file(tree / "link", tmp_path / "copy")
+    (tree / "locked").chmod(0o755)
+    assert copy_tree(tree, tmp_path / "copy") == ["link"]
+    assert copy_tree(tree, tmp_path / "copy", keep_links=True) == []
+    assert os.readlink(tmp_path / "copy/link") == "/etc"
+    (tree / "locked").chmod(0)
+    remove_tree(tree)
+    assert not tree.exists() and Path("/etc").is_dir()
+
+
+def test_no_runtime_is_a_clear_error(monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    detect.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match="bwrap and nsenter not installed.*apt-get install -y bubblewrap proot"):
+            detect("auto")
+    finally:
+        detect.cache_clear()
+
+
+def test_check_names_what_proot_loses() -> None:
+    for runtime, expected in (("bwrap", "only the capture proxy"), ("proot", "no network isolation")):
+        done = subprocess.run([sys.executable, "-m", "recipe.sandbox_local", "check", "--runtime", runtime],
+                              cwd=REPO, capture_output=True, text=True)
+        assert done.returncode == 0 and expected in done.stdout, (done.stdout, done.stderr)
