@@ -57,15 +57,12 @@ def trainer_arguments(settings: Settings, gpu: bool) -> dict:
     )
 
 
-def worker_arguments(settings: Settings, dataset, tokenizer, eos_token_ids: list[int]) -> dict:
+def worker_arguments(settings: Settings, sessions, dataset, tokenizer, eos_token_ids: list[int]) -> dict:
     """Keyword arguments of TRL's HarnessRolloutWorker, all of which are pickled to the spawned worker."""
-    import functools
-
-    from recipe.harbor_sessions import HarborSessionFactory
     from recipe.rewards import EfficiencyReward
 
     return dict(
-        harness_session_factory=functools.partial(HarborSessionFactory, settings.env_url, "train"),
+        harness_session_factory=sessions,
         rollout_reward_fn=EfficiencyReward(settings.efficiency_bonus, settings.max_model_calls),
         model_name=settings.model, dataset=dataset, reward_funcs=[], processing_class=tokenizer,
         eos_token_ids=eos_token_ids, num_generations=settings.num_generations,
@@ -75,14 +72,11 @@ def worker_arguments(settings: Settings, dataset, tokenizer, eos_token_ids: list
     )
 
 
-def task_dataset(settings: Settings):
+def task_dataset(settings: Settings, sessions):
     """The prompts of the env server's train split; the worker goes through them again and again."""
     from datasets import Dataset
 
-    from recipe.harbor_sessions import HarborSessionFactory
-
-    rows = HarborSessionFactory(settings.env_url, "train").prompt_rows()
-    dataset = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
+    dataset = Dataset.from_list([{"prompt": row["prompt"]} for row in sessions.prompt_rows()])
     return dataset.shuffle(seed=settings.seed) if settings.seed else dataset
 
 
@@ -126,30 +120,37 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
                             "names that the agent does not use: start it with serve_policy.sh --mode train.")
     trainer.remove_callback(PrinterCallback)
     metrics.trainer = trainer
-    stop.install()
-    return trainer, metrics
+    return trainer, metrics, stop
 
 
-def train(settings: Settings, resume: str) -> int:
+def train(settings: Settings, resume: str, sessions=None) -> int:
+    """Trains to MAX_STEPS and saves the adapter; returns the exit code. `sessions` is the source of rollouts."""
     # trackio reads its folder when it is imported, and the trainer's import brings it in
     os.environ.setdefault("TRACKIO_DIR", str(settings.run_path / "trackio"))
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # we know: recipe/trl_shape.py is the answer to it
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     import torch
 
     from recipe import lfm2
     from recipe.callbacks import StopRequested, summary_text
+    from recipe.harbor_sessions import HarborSessionFactory
 
     gpu = torch.cuda.is_available()
+    sessions = sessions or HarborSessionFactory.from_settings(settings, "train")
     tokenizer = lfm2.load_tokenizer(settings)
-    dataset = task_dataset(settings)
-    print(f"{len(dataset)} training tasks from {settings.env_url}", flush=True)
+    dataset = task_dataset(settings, sessions)
+    print(f"{len(dataset)} training tasks", flush=True)
     eos = lfm2.eos_token_ids(settings, tokenizer)
-    trainer, metrics = build(settings, gpu, tokenizer, dataset, worker_arguments(settings, dataset, tokenizer, eos))
+    trainer, metrics, stop = build(settings, gpu, tokenizer, dataset,
+                                   worker_arguments(settings, sessions, dataset, tokenizer, eos))
     checkpoint = newest_checkpoint(settings.run_path / "checkpoints") if resume == "auto" else None
     print(f"resuming from {checkpoint}" if checkpoint else "starting from the base model", flush=True)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except StopRequested:
         trainer._save_checkpoint(trainer.model, trial=None)
+    finally:
+        stop.uninstall()
     summary = metrics.summary()
     (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(summary_text(summary), flush=True)

@@ -61,9 +61,15 @@ class StopCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.requested = False
+        self.previous: Any = None
 
-    def install(self) -> None:
-        signal.signal(signal.SIGTERM, self._request)
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.previous = signal.signal(signal.SIGTERM, self._request)
+
+    def uninstall(self) -> None:
+        """Gives SIGTERM its former meaning back."""
+        if self.previous is not None:
+            signal.signal(signal.SIGTERM, self.previous)
 
     def _request(self, signum: int, frame: Any) -> None:
         print("SIGTERM: finishing the step under way, then saving a checkpoint.", flush=True)

@@ -6,7 +6,8 @@ HarnessRolloutWorker runs the rollouts in a spawned process and queues training 
   sampled, so that the importance ratio can be checked on rows that one version sampled from first to last token;
 - rows of ungraded rollouts are taken out (TRL keeps them with advantage 0, where they dilute the loss), and a group
   without a graded rollout sends one empty row, so that the trainer can count it instead of waiting in silence;
-- death of the child is noticed within seconds: TRL looks at a flag that a killed child never sets.
+- death of the child is noticed within seconds, and ends the trainer: TRL looks at a flag that a killed child never
+  sets, and waits without end for a child that has failed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from recipe.trl_shape import expect_parameters, expect_source
 
 EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE: a process that the run needs is gone
 GRACE = 30.0  # seconds for the trainer to end by itself after the worker's death
+STOP_GRACE = 15.0  # seconds for the worker to end its rollouts when asked
 ROW = "row/"  # prefix of the bookkeeping that travels in RolloutSample.metrics
 
 
@@ -41,6 +43,7 @@ def check_shape() -> None:
     expect_parameters(AsyncRolloutWorker.update_model_version, ("self", "model_version"))
     expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
     expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
+    expect_source(AsyncRolloutWorker.stop, "self._stop_event_mp.set()", "self._process.join(timeout=15)")
 
 
 class RolloutLoop(_HarnessRolloutLoop):
@@ -96,7 +99,10 @@ class RolloutWorker(HarnessRolloutWorker):
     """The trainer's handle on the child; same arguments as HarnessRolloutWorker."""
 
     _loop_cls = RolloutLoop
-    _stopping = False
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self._stopped = threading.Event()
 
     @property
     def model_version(self) -> int:
@@ -114,8 +120,19 @@ class RolloutWorker(HarnessRolloutWorker):
         threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
 
     def stop(self) -> None:
-        self._stopping = True
-        super().stop()
+        """Ends the child: by request, then by force. Replaces TRL's method, which never returns once the child has
+        failed: Event.set() waits for the answer of every process that waited for the event, dead ones included."""
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:
+            threading.Thread(target=self._stop_event_mp.set, daemon=True).start()
+            for grace, force in ((STOP_GRACE, process.terminate), (5.0, process.kill), (5.0, None)):
+                process.join(timeout=grace)
+                if not process.is_alive() or force is None:
+                    break
+                print(f"The rollout worker (pid {process.pid}) did not end within {grace:.0f} s; "
+                      f"{force.__name__} is sent.", file=sys.stderr, flush=True)
+                force()
+        self._stopped.set()
 
     def check_health(self, stale_after_s: float) -> None:
         if self._process is not None and not self._process.is_alive() and not self._failed_event.is_set():
@@ -131,8 +148,7 @@ class RolloutWorker(HarnessRolloutWorker):
     def _watch(self, process: Any) -> None:
         """Ends the trainer when the child dies and the main thread, busy or stuck in its queue, does not notice."""
         multiprocessing.connection.wait([process.sentinel])
-        threading.Event().wait(GRACE)
-        if not self._stopping:
-            print(f"{self._obituary(process)} The trainer did not end within {GRACE:.0f} s and is stopped.",
+        if not self._stopped.wait(GRACE + STOP_GRACE):
+            print(f"{self._obituary(process)} The trainer did not notice and is stopped.",
                   file=sys.stderr, flush=True)
             os._exit(EXIT_UNAVAILABLE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedTokenizerFast
+
+from recipe.config import Settings
 
 SPECIAL = {0: "<|pad|>", 1: "<|startoftext|>", 2: "<|endoftext|>", 6: "<|im_start|>", 7: "<|im_end|>"}
 VOCABULARY = 64
@@ -48,3 +51,10 @@ def packed(lengths: list[int], seed: int = 1) -> tuple[torch.Tensor, torch.Tenso
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(8, VOCABULARY, (1, sum(lengths)), generator=generator)
     return ids, torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def local_settings(run_dir: Path, **changes) -> Settings:
+    """The local preset with the small model, four rollouts a group and three steps."""
+    base = Settings.load({"PRESET": "local", "RUN_DIR": str(run_dir)})
+    return dataclasses.replace(base, **{**dict(model=str(save_small_model(run_dir / "model")), max_steps=3,
+                                               num_generations=4, max_inflight=4, learning_rate=5e-3), **changes})

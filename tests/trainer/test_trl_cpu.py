@@ -88,6 +88,7 @@ def changed(*_, **__):
     (rollout_worker.AsyncRolloutWorker, "check_health", rollout_worker.check_shape),
     (rollout_worker.AsyncRolloutWorker, "update_model_version", rollout_worker.check_shape),
     (rollout_worker.AsyncRolloutWorker, "start", rollout_worker.check_shape),
+    (rollout_worker.AsyncRolloutWorker, "stop", rollout_worker.check_shape),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_changed_trl_stops_the_start(monkeypatch, owner, name, apply):
     apply()  # passes with TRL as it is

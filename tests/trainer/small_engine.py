@@ -1,0 +1,149 @@
+"""A policy server and rollouts for tests of the trainer: real sampling from the weights it was sent, no agent.
+
+`SmallEngine` is the parent's side: a tiny model behind the weight-transfer routes and POST /sample.
+`SmallSessions` is the rollout worker's side: each session samples two turns over HTTP and is graded by what it drew.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import uuid
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import requests
+import torch
+from openenv.core.harness.training import TrainingTrace, TrainingTurn
+from safetensors.torch import load_file
+
+TURN = 6  # tokens that the policy samples per turn
+
+
+class SmallEngine:
+    """`with SmallEngine(model) as engine:` serves `model` on engine.url; engine.received counts finished syncs."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.lock, self.received, self.calls = copy.deepcopy(model).eval(), threading.Lock(), 0, []
+        self.served: list[dict[str, torch.Tensor]] = []  # weights after each sync
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.reply({})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+                self.reply(engine.handle(self.path, body))
+
+            def reply(self, answer: dict[str, Any]) -> None:
+                payload = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> SmallEngine:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/sample":
+            with self.lock:
+                return self.sample(body["prompt"])
+        self.calls.append(path)
+        if path == "/update_weights":
+            tensors = load_file(body["update_info"]["path"])
+            with self.lock:
+                self.model.load_state_dict(tensors, strict=False)
+                self.served.append(tensors)
+        self.received += path == "/finish_weight_update"
+        return {}
+
+    @torch.no_grad()
+    def sample(self, prompt: list[int]) -> dict[str, Any]:
+        ids, log_probs = list(prompt), []
+        for _ in range(TURN):
+            distribution = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
+            token = int(torch.multinomial(distribution.exp(), 1))
+            ids.append(token)
+            log_probs.append(float(distribution[token]))
+        return {"ids": ids[len(prompt):], "log_probs": log_probs}
+
+
+@dataclass(eq=False)  # TRL keeps sessions in a set
+class SmallSession:
+    """TrainableSession of two sampled turns with one tool call each; `fate` says how the rollout ends."""
+
+    url: str
+    task: int
+    fate: str
+
+    def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        if self.fate == "fails":
+            raise RuntimeError("the sandbox did not start")
+        self.turns, prompt = [], [1, 6, 8 + self.task]
+        for _ in range(2):
+            drawn = requests.post(f"{self.url}/sample", json={"prompt": prompt}, timeout=60).json()
+            call = {"function": {"name": "bash", "arguments": "{}"}}
+            self.turns.append(TrainingTurn(
+                node_id=uuid.uuid4().hex, prompt_token_ids=prompt, completion_token_ids=drawn["ids"],
+                per_token_logps=drawn["log_probs"], loss_mask=[0] * len(prompt) + [1] * len(drawn["ids"]),
+                request={"messages": []}, response={"choices": [{"message": {"content": "", "tool_calls": [call]}}]}))
+            # a tool result follows; with "forks" the second turn rewrites the history instead of appending to it
+            prompt = [1, 6, 9] if self.fate == "forks" else prompt + drawn["ids"] + [6, 10]
+        return 0
+
+    def fetch_training_trace(self) -> TrainingTrace:
+        return TrainingTrace(turns=self.turns)
+
+    def verify(self, transcript: Any, final_state: Any = None) -> Any:
+        correct = float(self.turns[0].completion_token_ids[0] % 2)
+        return SimpleNamespace(env_reward=None if self.fate == "ungraded" else correct)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class SmallSessions:
+    """Session factory; `fates` maps a task to how the rollouts of its group end, in order of creation."""
+
+    url: str
+    tasks: int
+    fates: dict[int, list[str]]
+    log: Path  # one line a created session, with the process that runs it
+
+    def __call__(self, sampling: Any = None) -> SmallSessions:
+        assert sampling["temperature"] == 1.0 and sampling["top_p"] == 1.0
+        self.created: dict[int, int] = {}
+        return self
+
+    def prompt_rows(self) -> list[dict[str, Any]]:
+        return [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(self.tasks)]
+
+    def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> SmallSession:
+        index = int(task[-1]["content"])
+        number = self.created.get(index, 0)
+        self.created[index] = number + 1
+        with self.log.open("a") as file:
+            file.write(f"{os.getpid()} {index}\n")
+        fates = self.fates.get(index, ["runs"])
+        return SmallSession(self.url, index, fates[number % len(fates)])

@@ -1,0 +1,180 @@
+"""train_lora.py end to end in one process, against a small engine: steps, weights, metrics, resume, a dying worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lfm2_small import local_settings, small_model
+from safetensors.torch import load_file
+from small_engine import TURN, SmallEngine, SmallSessions
+from transformers import Lfm2ForCausalLM
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+import train_lora
+from recipe.config import Settings
+from recipe.rollout_worker import RolloutLoop
+from recipe.weight_sync import merged_parameters
+
+REPO = Path(__file__).parents[2]
+# Group 0 forks and has an ungraded rollout, group 1 cannot run at all, group 2 is plain.
+FATES = {0: ["forks", "runs", "ungraded", "runs"], 1: ["fails"], 2: ["runs"]}
+
+
+def steps_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_arguments_exist_in_trl(tmp_path):
+    settings = local_settings(tmp_path)
+    assert set(train_lora.trainer_arguments(settings, gpu=False)) <= {f.name for f in
+                                                                      dataclasses.fields(AsyncGRPOConfig)}
+    arguments = train_lora.worker_arguments(settings, None, None, None, [7])
+    known = set()
+    for cls in (*RolloutLoop.__mro__, AsyncRolloutWorker):
+        known |= set(inspect.signature(cls.__init__).parameters)
+    assert set(arguments) <= known
+    assert arguments["max_tool_calling_iterations"] == settings.max_model_calls
+    assert arguments["max_inflight_tasks"] == settings.max_inflight
+
+
+def test_job_arguments_are_the_recipes(tmp_path):
+    job = dataclasses.replace(Settings.load({}), run_dir=str(tmp_path))
+    arguments = train_lora.trainer_arguments(job, gpu=True)
+    expected = dict(learning_rate=1e-6, lr_scheduler_type="constant", max_steps=1000, num_generations=8,
+                    max_staleness=4, save_steps=100, temperature=1.0, top_p=1.0, top_k=0, max_inflight_tasks=32,
+                    max_completion_length=4096, max_tool_calling_iterations=32, dtype="bfloat16", bf16=True,
+                    gradient_checkpointing=True)
+    assert {name: arguments[name] for name in expected} == expected
+
+
+def test_newest_checkpoint_is_the_last_whole_one(tmp_path):
+    assert train_lora.newest_checkpoint(tmp_path) is None
+    for step, files in [(9, 2), (10, 2), (100, 1)]:  # checkpoint-100 was cut off while it was written
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in ("trainer_state.json", "adapter_model.safetensors")[:files]:
+            (folder / name).touch()
+    assert train_lora.newest_checkpoint(tmp_path).name == "checkpoint-10"
+
+
+def test_training_then_resume(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
+    settings = local_settings(tmp_path, save_steps=2)
+    base = small_model()
+    with SmallEngine(base) as engine:
+        settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
+        sessions = SmallSessions(engine.url, tasks=3, fates=FATES, log=tmp_path / "sessions")
+        assert train_lora.train(settings, "auto", sessions) == 0
+        first = steps_of(tmp_path)
+        served = engine.served
+        resumed = dataclasses.replace(settings, max_steps=4)
+        (tmp_path / "sessions").unlink()
+        assert train_lora.train(resumed, "auto", sessions) == 0
+
+    # one step is one group; group 1 was skipped and counted
+    assert [s["step"] for s in first] == [1, 2, 3]
+    groups = [{row["group"] for row in s["group_rows"]} for s in first]
+    assert groups == [{0}, {2}, {3}]
+    assert first[0]["rollouts"] == 3 and first[0]["rows"] == 4, "an ungraded rollout leaves, a fork adds a row"
+    assert first[1]["rollouts"] == first[1]["rows"] == 4
+    assert first[1]["skipped_groups"] == {"stale": 0, "ungraded": 1}
+    assert first[1]["trained_tokens"] == 4 * 2 * TURN and first[1]["tool_calls"] == 2
+    for step in first:
+        assert step["reward_mean"] == pytest.approx(sum(step["rewards"]) / step["rollouts"])
+
+    # rows that one version sampled have ratio 1: the engine held what the trainer trains
+    fresh = [row for s in first for row in s["group_rows"] if row["fresh"]]
+    assert fresh and all(abs(row["ratio"] - 1) < 1e-4 for row in fresh), [row["ratio"] for row in fresh]
+    assert first[0]["fresh_rows"] == 4 and first[0]["staleness_max"] == 0
+    assert all(row["staleness"] > 0 for s in first for row in s["group_rows"] if not row["fresh"])
+
+    # the engine got the start weights and one sync a step, each base + scaling * B @ A
+    assert len(served) >= 4 and engine.received == len(engine.served)
+    original = base.state_dict()
+    assert all(torch.equal(served[0][name], original[name]) for name in served[0])
+    assert any(not torch.equal(served[3][name], original[name]) for name in served[3])
+    adapter = train_lora_adapter(tmp_path)
+    merged = dict(merged_parameters(adapter))
+    assert all(torch.equal(merged[name], engine.served[-1][name]) for name in merged), "last sync is the saved adapter"
+
+    # resume: from the last whole checkpoint (step 3, the final one), with the tasks that follow
+    out = capsys.readouterr().out
+    assert "starting from the base model" in out and "resuming from" in out
+    assert [s["step"] for s in steps_of(tmp_path)[3:]] == [4]
+    assert "LoRA on" in out and "step 3/3 | reward" in out and "Rows sampled wholly under the trained weights" in out
+    assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "save"
+    assert not (tmp_path / "weights").exists()
+
+
+def train_lora_adapter(run: Path):
+    from peft import PeftModel
+    return PeftModel.from_pretrained(Lfm2ForCausalLM.from_pretrained(run / "model"), run / "adapter")
+
+
+CHILD_KILLED = """
+    import dataclasses, os, signal, sys, threading, time
+    from pathlib import Path
+    sys.path[:0] = [{repo!r}, {tests!r}]
+    import train_lora
+    from lfm2_small import local_settings, small_model
+    from small_engine import SmallEngine, SmallSessions
+
+    def kill(log, signum, target):
+        while not log.exists():
+            time.sleep(0.1)
+        os.kill(target or int(log.read_text().split()[0]), signum)
+        (run / "killed").write_text(str(time.time()))
+
+    if __name__ == "__main__":
+        run = Path({run!r})
+        settings = local_settings(run, max_steps=10_000)
+        with SmallEngine(small_model()) as engine:
+            os.environ.update(settings.environ(), POLICY_PORT=str(engine.server.server_port))
+            sessions = SmallSessions(engine.url, tasks=3, fates={{}}, log=run / "sessions")
+            arguments = (run / "sessions", signal.{signal}, {target})
+            threading.Thread(target=kill, args=arguments, daemon=True).start()
+            real = train_lora.train
+            train_lora.train = lambda s, resume: real(s, resume, sessions)
+            code = train_lora.main([])
+        sys.exit(code)
+"""
+
+
+def run_and_signal(tmp_path: Path, signal: str, target: str) -> tuple[subprocess.CompletedProcess, float]:
+    """train_lora.main in a process of its own, in which `signal` hits `target` once rollouts run; and the seconds
+    that it took to end after that."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(CHILD_KILLED.format(
+        repo=str(REPO), tests=str(REPO / "tests/trainer"), run=str(tmp_path), signal=signal, target=target)))
+    environ = {name: value for name, value in os.environ.items() if name != "TRACKIO_DIR"}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, env=environ)
+    assert any((tmp_path / "trackio").iterdir()), "trackio writes into the run folder"
+    return done, time.time() - float((tmp_path / "killed").read_text())
+
+
+def test_killed_worker_ends_the_trainer_at_once(tmp_path):
+    done, seconds = run_and_signal(tmp_path, "SIGKILL", "0")
+    assert done.returncode == 69, done.stderr[-3000:]
+    assert "The rollout worker (pid " in done.stderr and "was killed by signal 9" in done.stderr
+    assert "Resume with:" in done.stderr
+    assert seconds < 45
+
+
+def test_sigterm_saves_a_checkpoint(tmp_path):
+    done, _ = run_and_signal(tmp_path, "SIGTERM", "os.getpid()")
+    assert done.returncode == 143, done.stderr[-3000:]
+    assert train_lora.newest_checkpoint(tmp_path / "checkpoints") is not None
+    assert "The same command goes on from there" in done.stdout
+    adapter = load_file(train_lora.newest_checkpoint(tmp_path / "checkpoints") / "adapter_model.safetensors")
+    assert adapter
