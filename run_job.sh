@@ -11,10 +11,9 @@
 #
 # Exit codes:
 #   0   trained and evaluated
-#   1   training failed; the end of its log is shown
 #   2   evaluated, but some cells stayed ungraded (the same command tries them again)
 #   64  wrong settings or arguments, nothing was started
-#   69  a server or process died or could not start; the message names it and its log
+#   69  a server, the trainer or the evaluation died or could not start; the message names it and shows its log
 #   75  stalled: the watchdog saw no progress within the phase's limit
 #   130 Ctrl-C    143 SIGTERM
 set -euo pipefail

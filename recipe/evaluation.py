@@ -84,12 +84,17 @@ def digest_of(files: Iterable[Path]) -> str:
     return total.hexdigest()[:16]
 
 
+def adapter_digest(adapter: Path) -> str:
+    """Names the weights and the configuration of an adapter folder."""
+    return digest_of(adapter / name for name in ADAPTER_FILES)
+
+
 def make_jobs(settings: Settings, tasks: Sequence[EvalTask], adapter: Path, label: str, served: str) -> list[Job]:
     """Base and adapter cells of all tasks, alternating."""
     common = {name: getattr(settings, name) for name in DECISIVE}
     if Path(settings.model).is_dir():
         common["model_files"] = digest_of(sorted(p for p in Path(settings.model).iterdir() if p.is_file()))
-    weights = digest_of(adapter / name for name in ADAPTER_FILES)
+    weights = adapter_digest(adapter)
     jobs = []
     for t in tasks:
         for model, name, more in ((BASE, settings.model, {}), (label, served, {"adapter": weights})):
@@ -172,8 +177,9 @@ def evaluate(settings: Settings, adapter: Path, label: str, served: str, out: Pa
             say(f"adapter {served} was not unloaded: {err}")
     cells = {(c["task"], c["model"]): c for c in log.read()}
     base, other = ([cells[job.task, job.model] for job in jobs if job.model == model] for model in (BASE, label))
-    result = {"adapter_name": label, "adapter_path": str(adapter), "tasks": len(tasks), "time": time.time(),
-              **report.compare(base, other), "engine": engine, "settings": settings.as_dict()}
+    result = {"adapter_name": label, "adapter_path": str(adapter), "adapter_digest": adapter_digest(adapter),
+              "tasks": len(tasks), "time": time.time(), **report.compare(base, other), "engine": engine,
+              "settings": settings.as_dict()}
     watchdog.write_atomic(out, json.dumps(result, indent=2) + "\n")
     return result
 

@@ -134,17 +134,25 @@ supervise() {
   return "$code"
 }
 
-# run_step NAME COMMAND...: a process that has to succeed; its log is shown when it does not, its code is the job's.
+# run_step NAME COMMAND...: a process that has to succeed; its log is shown when it does not, and its code is the job's.
 run_step() {
   local name=$1 code=0
   start_process "$@"
   if [[ -n ${FOLLOW:-} ]]; then follow "$name" "$FOLLOW"; fi
   supervise "$name" || code=$?
-  if ((code)); then
-    show_log "$name" >&2
-    die "$code" "step $name failed with code $code. Its log: $LOGS/$name.log
-  Resume with: $RESUME"
+  if ((code)); then step_failed "$name" "$code"; fi
+}
+
+# step_failed NAME CODE: ends the job with the step's own code, or 69 when something killed it.
+step_failed() {
+  local code=$2 how="failed with code $2"
+  if ((code > 128)); then
+    how="was killed by SIG$(kill -l "$((code - 128))")"
+    code=$EXIT_UNAVAILABLE
   fi
+  show_log "$1" >&2
+  die "$code" "step '$1' $how. Its log: $LOGS/$1.log
+  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME"
 }
 
 # http_ok PORT PATH: does 127.0.0.1:PORT answer 200? Plain bash, because images without curl exist.
@@ -311,8 +319,5 @@ run_eval() {
   start_process eval "$TRAINER_PYTHON" "${EVAL_SCRIPT:-eval_adapter.py}" "$@"
   follow eval ''
   supervise eval || EVAL_CODE=$?
-  if ((EVAL_CODE != 0 && EVAL_CODE != 2)); then
-    die "$EVAL_CODE" "the evaluation failed with code $EVAL_CODE. Its log: $LOGS/eval.log
-  Finished cells are kept. Resume with: $RESUME"
-  fi
+  if ((EVAL_CODE != 0 && EVAL_CODE != 2)); then step_failed eval "$EVAL_CODE"; fi
 }

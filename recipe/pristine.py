@@ -65,14 +65,17 @@ def reference_logprobs(settings: Settings, adapter: Path) -> tuple[list[int], li
     ids = AutoTokenizer.from_pretrained(**source)(TEXT)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, settings.dtype)).eval()
 
-    @torch.inference_mode()
-    def logprobs(model: torch.nn.Module) -> list[float]:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
-        picked = torch.tensor(ids[1:]).unsqueeze(1)
-        return logits.log_softmax(-1).gather(1, picked).squeeze(1).tolist()
+    base = logprobs(model, ids)
+    return ids, base, logprobs(PeftModel.from_pretrained(model, adapter).eval(), ids)
 
-    base = logprobs(model)
-    return ids, base, logprobs(PeftModel.from_pretrained(model, adapter))
+
+def logprobs(model: Any, ids: list[int]) -> list[float]:
+    """Log-probs (nats) of ids[1:], each given those before it, under a causal LM on the CPU."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
 
 
 def distance(a: list[float], b: list[float]) -> float:
