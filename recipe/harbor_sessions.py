@@ -8,8 +8,7 @@ Training: `HarborSessionFactory` is what TRL's HarnessRolloutWorker asks for (it
 
 Evaluation: `run_eval_rollout(settings, "test", index, model)` runs one task and returns an `EvalRollout`.
 
-A rollout that did not run is ungraded, never wrong: Harbor's verifier runs even when the agent was refused by the proxy
-or died, and its 0.0 says nothing about the model. `problem_of` is the one place that decides this.
+What counts as graded is decided in recipe/grading.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,12 +25,12 @@ from openenv.core.harness import ResourceSession, ResourceSessionFactory, Verify
 from openenv.core.harness.training import TrainingTrace
 from openenv.harbor.client import HarborEnv
 from openenv.harbor.contract import to_training_trace
-from openenv.harbor.models import HarborRolloutResult
+from openenv.harbor.models import HarborRolloutResult, HarborTaskRef
 
 from recipe.config import Settings
+from recipe.grading import AGENT_TIMEOUT, EvalRollout, count_tool_calls, eval_outcome, problem_of
 
 HARNESS = "opencode"
-AGENT_TIMEOUT = "AgentTimeoutError"  # Harbor's exception of an agent that ran out of time
 SETUP_TIMEOUT_S = 1800  # as in recipe/seams.py: sandbox, agent set-up and verifier beside the agent's own time
 PAGE = 500  # tasks fetched at once
 
@@ -46,36 +45,6 @@ class RolloutFailed(RuntimeError):
 
 class RolloutAborted(RolloutFailed):
     """close() was called while the rollout ran."""
-
-
-def count_tool_calls(result: HarborRolloutResult) -> int:
-    """Tool calls in the agent's captured turns: the count of the reward and of the evaluation.
-
-    The turns and calls are those of `to_training_trace`, so TRL's own count of a trace is the same number.
-    """
-    return sum(1 for turn in _agent_turns(result) for call in turn.tool_calls if call.get("name"))
-
-
-def problem_of(result: HarborRolloutResult) -> str | None:
-    """Why a rollout must not be graded, or None. An agent that ran out of time is graded on what it left."""
-    if not any(turn.completion_token_ids or turn.text or turn.tool_calls for turn in _agent_turns(result)):
-        return f"the agent's model calls were not captured: {result.error or 'none reached the proxy'}"
-    if result.capture_level != "tokens":
-        return (f"the engine was graded {result.capture_level!r} when it was probed, not \"tokens\": restart the env "
-                "server once the policy server answers")
-    if result.exception_type and result.exception_type != AGENT_TIMEOUT:
-        return f"{result.exception_type}: {result.error}"
-    if fatal := [finding for finding in result.findings if "[FATAL" in finding]:
-        return fatal[0]
-    if result.reward is None:
-        return f"the verifier gave no reward{': ' + result.error if result.error else ''}"
-    if not result.ok and not result.exception_type:
-        return result.error or "the rollout failed without a reason"
-    return None
-
-
-def _agent_turns(result: HarborRolloutResult) -> list[Any]:
-    return [turn for turn in result.turns if turn.role == "agent" and not turn.discarded]
 
 
 def _digest(instruction: str) -> str:
@@ -252,30 +221,14 @@ class HarborSessionFactory(ResourceSessionFactory[HarborSession]):
             agent_step_limit=self.agent_step_limit)
 
 
-def served_tasks(env_url: str, split: str) -> Iterable[Any]:
-    """All tasks of a split as openenv's HarborTaskRef, in order. Raises LookupError for a split that is not served."""
+def served_tasks(env_url: str, split: str) -> list[HarborTaskRef]:
+    """All tasks of a split, in order. Raises LookupError for a split that is not served."""
     with HarborEnv(env_url) as env:
         served = {s["name"]: s["num_tasks"] for s in env.splits()}
         if split not in served:
             raise LookupError(f"{env_url} serves the splits {sorted(served)}, not {split!r}")
         return [ref for start in range(0, served[split], PAGE)
                 for ref in env.get_task_range(split, start, min(start + PAGE, served[split]))]
-
-
-@dataclass(frozen=True)
-class EvalRollout:
-    """One evaluation rollout. `reason` says why it is ungraded, or remarks on a graded one."""
-
-    status: str  # "graded" or "ungraded"
-    reason: str
-    reward: float | None
-    tool_calls: int
-    model_calls: int
-    tokens: int  # sampled by the model
-    prompt_tokens: int  # summed over the calls
-    seconds: float
-    trial_name: str
-    timed_out: bool = False
 
 
 def run_eval_rollout(settings: Settings, split: str, index: int, model: str) -> EvalRollout:
@@ -296,19 +249,3 @@ def run_eval_rollout(settings: Settings, split: str, index: int, model: str) -> 
     finally:
         _close_quietly(client)
     return eval_outcome(result, time.monotonic() - started)
-
-
-def eval_outcome(result: HarborRolloutResult, seconds: float) -> EvalRollout:
-    """What an evaluation keeps of a rollout that took `seconds`."""
-    turns = _agent_turns(result)
-    problem = problem_of(result)
-    timed_out = result.exception_type == AGENT_TIMEOUT
-    return EvalRollout(
-        status="ungraded" if problem else "graded",
-        reason=problem or ("agent timeout" if timed_out else ""),
-        reward=None if problem else result.reward,
-        tool_calls=count_tool_calls(result),
-        model_calls=len(turns),
-        tokens=sum(len(turn.completion_token_ids) for turn in turns),
-        prompt_tokens=sum(len(turn.prompt_token_ids) for turn in turns),
-        seconds=seconds, trial_name=result.trial_name, timed_out=timed_out)

@@ -8,7 +8,7 @@ import pytest
 from openenv.core.harness.capture import CaptureServer
 from starlette.testclient import TestClient
 
-from recipe import env_server
+from recipe import env_server, serving
 from recipe.config import Settings, SettingsError
 
 
@@ -37,7 +37,7 @@ def test_missing_tasks_are_named(tmp_path):
 
 def test_public_app_mounts_the_capture_app_and_nothing_else():
     capture = CaptureServer(llm_url="http://127.0.0.1:1", model="m", admin_key="secret")
-    client = TestClient(env_server.outer_app(capture.app))
+    client = TestClient(serving.outer_app(capture.app))
     assert client.get("/capture/health").status_code == 200
     assert client.get("/capture/sessions").status_code == 401
     assert client.get("/capture/sessions", headers={"x-api-key": "secret"}).status_code == 200
@@ -58,7 +58,7 @@ def websocket(app):
     async def send(message): ...
 
     async def run():
-        await asyncio.wait_for(env_server.EndAbandonedRollouts(app)({"type": "websocket"}, receive, send), 10)
+        await asyncio.wait_for(serving.EndAbandonedRollouts(app)({"type": "websocket"}, receive, send), 10)
 
     asyncio.run(run())
 
