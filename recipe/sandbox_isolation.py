@@ -220,3 +220,22 @@ def detect(runtime: str = "auto") -> Isolation:
         tried.append(f"{name}: {reason}")
     raise SandboxError("no local sandbox works on this machine (" + "; ".join(tried) + "). Install both with "
                        "`apt-get install -y bubblewrap proot`, or set SANDBOX to a remote one.")
+
+
+@functools.cache
+def sandbox_python(python: str | None = None) -> tuple[str | None, str]:
+    """(prefix to bind, interpreter) of the sandbox's python3. The prefix is None for the system's, which is there.
+
+    A named `python` may be a shim or a venv's: what is bound is the installation behind it.
+    """
+    if python is None and os.access("/usr/bin/python3", os.X_OK):
+        return None, "/usr/bin/python3"
+    asked = python or sys.executable
+    code = "import sys; print(sys.base_prefix); print(getattr(sys, '_base_executable', sys.executable))"
+    try:
+        done = subprocess.run([asked, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        raise SandboxError(f"the sandbox's python {asked!r} does not run: {err}. Name one that does.") from err
+    prefix = os.path.realpath(done.stdout.split("\n")[0])
+    binary = shutil.which("python3", path=f"{prefix}/bin") or os.path.realpath(done.stdout.split("\n")[1])
+    return (None if prefix in ("/usr", "/usr/local") else prefix), binary

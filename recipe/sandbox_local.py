@@ -25,11 +25,9 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import uuid
-from functools import cache
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -48,7 +46,9 @@ from recipe.sandbox_isolation import (
     detect,
     open_network,
     prepare_etc,
+    sandbox_python,
 )
+from recipe.sandbox_process import relay, run
 
 WORKDIR = "/workdir"
 HOME = "/home/user"
@@ -57,7 +57,6 @@ LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 # Top-level folders a trial may write to; the root itself is read-only. "installed-agent", "solution" and "runtime"
 # are Harbor's.
 WRITABLE = ("workdir", "home", "logs", "tmp", "root", "app", "data", "installed-agent", "solution", "runtime")
-OUTPUT_LIMIT = 8 << 20  # bytes kept of each stream of one command: half from its start, half from its end
 
 
 class LocalSandbox(BaseEnvironment):
@@ -117,7 +116,7 @@ class LocalSandbox(BaseEnvironment):
             await asyncio.to_thread(self._make_folders)
             if self._capture_port and self._isolation.own_network:
                 self._network = await asyncio.to_thread(open_network, self._capture_port)
-                self._relay = await asyncio.start_server(self._forward, sock=self._network.listener)
+                self._relay = await relay(self._network.listener, self._capture_port, self.logger)
             if not (self.environment_dir / "input").is_dir():
                 await self._upload_environment_dir_after_start()
         except BaseException:
@@ -161,22 +160,6 @@ class LocalSandbox(BaseEnvironment):
         if delete and not self._keep:
             await asyncio.to_thread(remove_tree, self.folder)
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection of the sandbox to the capture proxy, chunk by chunk as they come (SSE)."""
-        try:
-            upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._capture_port)
-        except OSError as err:
-            self.logger.warning(f"the capture proxy on port {self._capture_port} refuses a rollout: {err}")
-            writer.close()
-            return
-        try:
-            await asyncio.gather(_pump(reader, upstream_writer), _pump(upstream_reader, writer))
-        except OSError:
-            pass  # either side went away; the other learns it from the close below
-        finally:
-            writer.close()
-            upstream_writer.close()
-
     # -- commands ----------------------------------------------------------------------------------------------
     async def exec(self, command: str, cwd: str | None = None, env: dict[str, str] | None = None,
                    timeout_sec: int | None = None, user: str | int | None = None) -> ExecResult:
@@ -188,39 +171,11 @@ class LocalSandbox(BaseEnvironment):
             raise SandboxError("the sandbox is not running: call start() first")
         # Until the verifier uploads its tests the agent can neither read nor plant any.
         tests = ([], ["tests"]) if not self._tests_uploaded else (["tests"], [])
-        proot = self._isolation.runtime == "proot"
-        status_in, status_out = os.pipe() if proot else (None, None)
-        argv = self._isolation.argv(
-            command, folder=self.folder, writable=[*self._writable, *tests[0]], read_only=tests[1], etc=self._etc,
-            binds=self._binds, cwd=cwd or self._workdir, network=self._network, status_fd=status_out)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv, env=self._environ(env), cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True, pass_fds=(status_out,) if proot else ())
-        finally:
-            if proot:
-                os.close(status_out)
-        self._running.add(process.pid)
-        outputs = {"stdout": _Bounded(), "stderr": _Bounded()}
-        code = None
-        try:
-            async with asyncio.timeout(timeout_sec or None):
-                waits = [self._read(process.stdout, "stdout", outputs), self._read(process.stderr, "stderr", outputs),
-                         process.wait()]
-                if proot:
-                    waits.append(self._end_with_status(process.pid, status_in))
-                code = (await asyncio.gather(*waits))[-1]
-        except TimeoutError:
-            raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
-        finally:
-            self._kill(process.pid)
-            if proot:
-                os.close(status_in)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 10)
-            self._running.discard(process.pid)
-        return ExecResult(stdout=outputs["stdout"].text(), stderr=outputs["stderr"].text(),
-                          return_code=process.returncode if code is None else code)
+        argv = partial(
+            self._isolation.argv, command, folder=self.folder, writable=[*self._writable, *tests[0]],
+            read_only=tests[1], etc=self._etc, binds=self._binds, cwd=cwd or self._workdir, network=self._network)
+        return await run(lambda fd: argv(status_fd=fd), self._environ(env), timeout_sec, running=self._running,
+                         on_output=self._output_callback(), kill=self._kill, reports=not self._isolation.own_network)
 
     def _kill(self, pid: int) -> None:
         """End a command's processes; bubblewrap's process namespace ends with its first process, proot has none."""
@@ -228,25 +183,6 @@ class LocalSandbox(BaseEnvironment):
             os.killpg(pid, signal.SIGKILL)
         if self._isolation.runtime == "proot":
             kill_marked(self.folder)
-
-    async def _end_with_status(self, pid: int, status_in: int) -> int | None:
-        """Exit code that a command under proot reports; what it left running ends then, as with bubblewrap."""
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(status_in, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_reader(status_in)
-        status = os.read(status_in, 16).strip()
-        self._kill(pid)
-        return int(status) if status else None
-
-    async def _read(self, stream: asyncio.StreamReader, name: Any, outputs: dict[str, _Bounded]) -> None:
-        callback = self._output_callback()
-        while chunk := await stream.read(1 << 16):
-            outputs[name].add(chunk)
-            if callback:
-                await callback(chunk.decode(errors="replace"), name)
 
     def _environ(self, env: dict[str, str] | None) -> dict[str, str]:
         """The whole environment of a command: nothing is inherited from the env server."""
@@ -306,49 +242,3 @@ class LocalSandbox(BaseEnvironment):
             host = self._host(path)
             return host.is_file() and not host.is_symlink()
         return await super().is_file(path, user)
-
-
-class _Bounded:
-    """Output of a command, at most OUTPUT_LIMIT bytes of it: the beginning and the end."""
-
-    def __init__(self) -> None:
-        self.head, self.tail, self.dropped = bytearray(), bytearray(), 0
-
-    def add(self, chunk: bytes) -> None:
-        room = max(0, OUTPUT_LIMIT // 2 - len(self.head))
-        self.head += chunk[:room]
-        self.tail += chunk[room:]
-        if (excess := len(self.tail) - OUTPUT_LIMIT // 2) > 0:
-            self.dropped += excess
-            del self.tail[:excess]
-
-    def text(self) -> str:
-        gap = f"\n[{self.dropped} bytes left out]\n".encode() if self.dropped else b""
-        return bytes(self.head + gap + self.tail).decode(errors="replace")
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while chunk := await reader.read(1 << 16):
-        writer.write(chunk)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
-
-
-@cache
-def sandbox_python(python: str | None = None) -> tuple[str | None, str]:
-    """(prefix to bind, interpreter) of the sandbox's python3. The prefix is None for the system's, which is there.
-
-    A named `python` may be a shim or a venv's: what is bound is the installation behind it.
-    """
-    if python is None and os.access("/usr/bin/python3", os.X_OK):
-        return None, "/usr/bin/python3"
-    asked = python or sys.executable
-    code = "import sys; print(sys.base_prefix); print(getattr(sys, '_base_executable', sys.executable))"
-    try:
-        done = subprocess.run([asked, "-I", "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as err:
-        raise SandboxError(f"the sandbox's python {asked!r} does not run: {err}. Name one that does.") from err
-    prefix = os.path.realpath(done.stdout.split("\n")[0])
-    binary = shutil.which("python3", path=f"{prefix}/bin") or os.path.realpath(done.stdout.split("\n")[1])
-    return (None if prefix in ("/usr", "/usr/local") else prefix), binary

@@ -14,10 +14,10 @@ import pytest
 from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
-from recipe import sandbox_local
+from recipe import sandbox_process
 from recipe.sandbox_files import copy_file, copy_tree, inside, marked_processes, remove_tree, sweep
-from recipe.sandbox_isolation import SandboxError, detect
-from recipe.sandbox_local import LocalSandbox, sandbox_python
+from recipe.sandbox_isolation import SandboxError, detect, sandbox_python
+from recipe.sandbox_local import LocalSandbox
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -276,7 +276,7 @@ def test_tests_arrive_clean_and_are_the_verifiers(root: Path, runtime: str, tmp_
 
 
 def test_output_is_bounded(root: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sandbox_local, "OUTPUT_LIMIT", 1000)
+    monkeypatch.setattr(sandbox_process, "OUTPUT_LIMIT", 1000)
 
     async def body(sandbox: LocalSandbox) -> None:
         text = await out(sandbox, "echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo last")
