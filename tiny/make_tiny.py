@@ -3,9 +3,9 @@
     python -m tiny.make_tiny                          # about 15 minutes on two cores; overwrites tiny/model
     python -m tiny.make_tiny --steps 300 --out /tmp/m # a cruder one
 
-It is trained from scratch on transcripts (tiny/transcripts.py) of tasks that belong to neither split of the run, in two
-phases: short prompts without OpenCode's own text, then OpenCode's whole prompt. The same seed gives the same model on
-the same machine and versions. `python -m tiny.offline` measures the result.
+It is trained from scratch in three phases: repeated random tokens, until it can copy what stands earlier in the
+context; transcripts (tiny/transcripts.py) of tasks that belong to neither split of a run; the same behind OpenCode's
+whole prompt. The same seed gives the same model on the same machine and versions. `python -m tiny.offline` measures it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from tiny.transcripts import behaviour, request, varied_system
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS = 128, 256, 4, 2  # heads of 32, a size that vLLM's attention kernels take
 LAYERS = ("conv", "conv", "full_attention", "conv", "full_attention")
 ROPE_THETA = 1e6
+COPY_STEPS = 120  # copying is learned within about 100; without it transcripts stay on a plateau for as long again
 BATCH = 24  # transcripts of a step
-SHORT = 0.75  # share of the steps without OpenCode's own prompt
+SHORT = 0.75  # share of the steps on transcripts that do without OpenCode's own prompt
+Row = tuple[list[int], list[bool]]  # token ids, and which of them are learned
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> Lfm2Config:
@@ -54,7 +56,7 @@ def encode_prefixes(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n: i
     return prefixes
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[bool]]:
+def encode(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Row:
     """Token ids of one fresh transcript without OpenCode's own prompt, and which of them the model wrote."""
     task = make_task(rng, "warm", rng.choice(list(KINDS.values())), 0)
     messages = [*request(task.instruction)[0][1:], *behaviour(task, rng)]
@@ -65,7 +67,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list
                  for mask, previous in zip(written, [None, *ids[:-1]], strict=True)]
 
 
-def loss_of(model: Lfm2ForCausalLM, transcripts: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
+def loss_of(model: Lfm2ForCausalLM, transcripts: list[Row]) -> torch.Tensor:
     """Mean cross-entropy (nats a token) of what the model wrote; rows are padded on the right."""
     length = max(len(ids) for ids, _ in transcripts)
     ids = torch.zeros(len(transcripts), length, dtype=torch.long)
@@ -78,17 +80,24 @@ def loss_of(model: Lfm2ForCausalLM, transcripts: list[tuple[list[int], list[bool
     return torch.nn.functional.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][learned[:, 1:]])
 
 
-def train(model: Lfm2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, peak_lr: float) -> None:
+def copy_batch(vocabulary: int, rows: int = 32, repeated: int = 20, between: int = 8) -> list[Row]:
+    """Sequences `a b a` of random tokens with the second `a` but its first token to be learned."""
+    a, b = (torch.randint(14, vocabulary, (rows, n)) for n in (repeated, between))
+    mask = [False] * (repeated + between + 1) + [True] * (repeated - 1)
+    return [(row, mask) for row in torch.cat([a, b, a], dim=1).tolist()]
+
+
+def train(model: Lfm2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, peak_lr: float,
+          copy_steps: int = COPY_STEPS) -> None:
     rng = random.Random(f"warm start {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
-    warmup = min(50, steps // 4)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / (warmup + 1), max(0.02, 1 - max(0, step - warmup) / (steps - warmup))))
+        optimizer, lambda done: min((done + 1) / 20, max(0.02, 1 - max(0, done - copy_steps) / steps)))
     prefixes = encode_prefixes(tokenizer, rng, 64)
     start, recent = time.monotonic(), []
-    for step in range(steps):
+    for step in range(-copy_steps, steps):
         full = step >= SHORT * steps
-        batch = [encode(tokenizer, rng) for _ in range(BATCH)]
+        batch = copy_batch(len(tokenizer)) if step < 0 else [encode(tokenizer, rng) for _ in range(BATCH)]
         if full:  # a special token stands at the joint, so joining ids is encoding the joined text
             batch = [([ids[0], *prefix, *ids[1:]], [False] * len(prefix) + mask)
                      for (ids, mask), prefix in zip(batch, rng.choices(prefixes, k=BATCH), strict=True)]
@@ -100,8 +109,9 @@ def train(model: Lfm2ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int
         schedule.step()
         recent = [*recent[-24:], loss.item()]
         if step % 25 == 24 or step == steps - 1:
-            print(f"step {step + 1}/{steps}, {'whole' if full else 'short'} prompts: "
-                  f"loss {sum(recent) / len(recent):.4f}, {time.monotonic() - start:.0f} s", flush=True)
+            phase = "copying" if step < 0 else "whole prompts" if full else "short prompts"
+            mean, seconds = sum(recent) / len(recent), time.monotonic() - start
+            print(f"step {step + 1}/{steps}, {phase}: loss {mean:.4f}, {seconds:.0f} s", flush=True)
 
 
 def save(model: Lfm2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
