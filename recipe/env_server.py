@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -86,7 +87,7 @@ def sweep_sandboxes(settings: Settings) -> None:
     """Ends and removes local sandboxes of this run that outlived their rollout, or an earlier server."""
     if settings.sandbox != "local":
         return
-    killed, removed = sandbox_files.sweep(settings.run_path / "sandboxes", settings.run_path.name,
+    killed, removed = sandbox_files.sweep(settings.run_path / "sandboxes", str(settings.run_path),
                                           settings.keep_sandbox)
     if killed or removed:
         say(f"swept {killed} processes and {removed} folders of sandboxes that had not ended")
@@ -145,6 +146,8 @@ def run(settings: Settings) -> int:
     # A split's name is the folder it is read from, so the work folder makes "train" and "test" those names.
     os.chdir(settings.run_path / "tasks")
     app = build_app(datasets=list(SPLITS), llm_url=settings.policy_url, model=settings.model, llm=llm)
+    gc.collect()
+    gc.freeze()  # what is imported stays; without this every full collection walks it, with all rollouts waiting
     say(f"capture proxy on port {settings.public_port}, known to sandboxes as {url}")
     say(f"control plane on 127.0.0.1:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts at once, "
         f"trials in {trials}")
@@ -179,4 +182,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is stopped and swept; taking Harbor's five thousand modules apart would take seconds

@@ -163,7 +163,7 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_
 
 def local_sandbox_kwargs(settings: Settings, capture_url: str) -> dict[str, Any]:
     """Constructor arguments of recipe.sandbox_local.LocalSandbox; its only way out is the port of `capture_url`."""
-    return {"root": str(settings.run_path / "sandboxes"), "run_id": settings.run_path.name,
+    return {"root": str(settings.run_path / "sandboxes"), "run_id": str(settings.run_path),
             "runtime": settings.sandbox_runtime, "keep": settings.keep_sandbox,
             "capture_port": urlsplit(capture_url).port or settings.public_port,
             "opencode": os.environ.get("OPENCODE_BIN") or str(opencode_binary.binary_path(settings))}

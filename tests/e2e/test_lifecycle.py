@@ -82,7 +82,7 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
     thread.start()
     try:
         assert reached.wait(120), server.log.read_text()
-        assert sandbox_files.marked_processes(run_id=server.settings.run_path.name)
+        assert sandbox_files.marked_processes(run_id=str(server.settings.run_path))
         yield server, thread, errors
     finally:
         held.set()
@@ -95,13 +95,13 @@ def test_kill_9_leaves_no_process(rollout_in_flight):
     server, thread, errors = rollout_in_flight
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     deadline = time.monotonic() + 20
-    while processes := sandbox_files.marked_processes(run_id=server.settings.run_path.name):
+    while processes := sandbox_files.marked_processes(run_id=str(server.settings.run_path)):
         assert time.monotonic() < deadline, f"still alive: {processes}"
         time.sleep(0.2)
     thread.join(20)
     assert isinstance(errors[0], RolloutFailed)
     # Its folders stay: nobody was there to remove them. The sweep does.
-    sandbox_files.sweep(server.settings.run_path / "sandboxes", server.settings.run_path.name)
+    sandbox_files.sweep(server.settings.run_path / "sandboxes", str(server.settings.run_path))
     assert_nothing_left(server, 0)
 
 

@@ -50,7 +50,7 @@ def assert_nothing_left(server: EnvServer, seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while True:
         folders = [p.name for p in root.iterdir() if not p.name.startswith(".")] if root.is_dir() else []
-        processes = sandbox_files.marked_processes(run_id=server.settings.run_path.name)
+        processes = sandbox_files.marked_processes(run_id=str(server.settings.run_path))
         if not folders and not processes:
             return
         assert time.monotonic() < deadline, f"left behind: folders {folders}, processes {processes}"

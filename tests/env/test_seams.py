@@ -74,6 +74,8 @@ def test_local_sandbox_is_given_by_import_path(trial, settings):
     assert config.type is None and config.import_path == "recipe.sandbox_local:LocalSandbox"
     assert config.kwargs["capture_port"] == 4321
     assert config.kwargs["root"] == str(settings.run_path / "sandboxes")
+    # The whole path: a sweep of another run whose folder has the same name must not end this one's processes.
+    assert config.kwargs["run_id"] == str(settings.run_path)
 
 
 def test_remote_sandboxes_get_the_pinned_package(trial, settings):
