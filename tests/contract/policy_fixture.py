@@ -21,7 +21,7 @@ TEXTS = ("You are an agent. Use the bash tool to list the files in /tmp.", "List
          "Reply with the single word: ok", "bash(command='ls -la /home/user/input')")
 
 
-def make_model(folder: Path, seed: int = 0, std: float = 0.2, **changes) -> Path:
+def make_model(folder: Path, seed: int = 0, std: float = 0.3, **changes) -> Path:
     """Writes model, tokenizer and generation config to `folder`. std: large enough that mistakes show in log-probs."""
     tokenizer = _tokenizer()
     config = Lfm2Config(**{**dict(
