@@ -1,16 +1,9 @@
 # shellcheck shell=bash
-# Processes of a job, shared by run_job.sh, run_eval.sh and run_eval_watch.sh (sourced, not run).
-#
-# Each process is the leader of a session of its own, so that whatever it starts can be found and ended with it. A
-# server that dies ends the job at once with its name and the end of its log. Bash >= 4.4, Linux (/proc).
+# What run_job.sh, run_eval.sh and run_eval_watch.sh share (sourced, not run): begin and end of a job and its steps.
 
-EXIT_UNAVAILABLE=69 # a server or process died or could not start
-EXIT_STALLED=75     # the watchdog stopped the run
-STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
-SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
-
-declare -A JOB_PID=() JOB_OFFSET=()
-declare -a JOB_RUNNING=() JOB_FOLLOWERS=()
+# shellcheck source=recipe/processes.sh
+source "$REPO/recipe/processes.sh"
+EXIT_STALLED=75 # the watchdog stopped the run
 JOB_STEP=start
 
 say() { printf '%s [%s] %s\n' "$(date +%H:%M:%S)" "$JOB_STEP" "$*"; }
@@ -36,7 +29,8 @@ job_begin() {
   mkdir -p "$RUN_DIR/logs"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
   LOGS=$RUN_DIR/logs
-  RESUME="RUN_DIR=$(printf %q "$RUN_DIR") bash $script$([[ $PRESET == local ]] && echo ' --local')${arguments:+ $arguments}"
+  RESUME="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
+  if [[ $PRESET == local ]]; then RESUME+=' --local'; fi
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
   rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"
@@ -55,191 +49,9 @@ step() {
 
 beat() { python3 -m recipe.watchdog --run-dir "$RUN_DIR" --beat "$1"; }
 
-# start_process NAME COMMAND...: in a session of its own, output appended to logs/NAME.log.
-start_process() {
-  local name=$1 log=$LOGS/$1.log
-  shift
-  touch "$log"
-  JOB_OFFSET[$name]=$(stat -c %s "$log")
-  setsid "$@" >>"$log" 2>&1 </dev/null {JOB_LOCK}>&- &
-  JOB_PID[$name]=$!
-  JOB_RUNNING+=("$name")
-  list_processes
-}
-
-# list_processes: RUN_DIR/processes, by which the watchdog ends them should this script be killed.
-list_processes() {
-  local name
-  for name in "${JOB_RUNNING[@]}"; do printf '%s %s\n' "${JOB_PID[$name]}" "$name"; done >"$RUN_DIR/processes"
-}
-
-is_alive() { kill -0 "${JOB_PID[$1]}" 2>/dev/null; }
-
-# show_log NAME: the end of what the process wrote since it was started.
-show_log() {
-  printf -- '---- last lines of %s ----\n' "$LOGS/$1.log"
-  tail -c "+$((JOB_OFFSET[$1] + 1))" "$LOGS/$1.log" | tail -n 25
-  printf -- '----\n'
-}
-
-# forget NAME: the process has ended; what outlived it in its session is ended too.
-forget() {
-  local name kept=()
-  end_session "$SERVER_GRACE" "${JOB_PID[$1]}"
-  for name in "${JOB_RUNNING[@]}"; do [[ $name == "$1" ]] || kept+=("$name"); done
-  JOB_RUNNING=("${kept[@]}")
-  unset "JOB_PID[$1]"
-  list_processes
-}
-
-# process_died NAME CODE: ends the job because a process that should run has ended.
-process_died() {
-  if [[ -e $RUN_DIR/stalled.json ]]; then job_stalled; fi
-  local pid=${JOB_PID[$1]}
-  show_log "$1" >&2
-  forget "$1"
-  die "$EXIT_UNAVAILABLE" "process '$1' (pid $pid) ended with code $2 during step $JOB_STEP. Its log: $LOGS/$1.log
-  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME"
-}
-
 job_stalled() {
   python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["message"])' "$RUN_DIR/stalled.json" >&2
   exit "$EXIT_STALLED"
-}
-
-# check_servers [EXCEPT]: ends the job when any process but EXCEPT has died.
-check_servers() {
-  local name code
-  for name in "${JOB_RUNNING[@]}"; do
-    if [[ $name != "${1:-}" ]] && ! is_alive "$name"; then
-      code=0
-      wait "${JOB_PID[$name]}" || code=$?
-      process_died "$name" "$code"
-    fi
-  done
-}
-
-# supervise NAME: waits for the end of NAME and returns its code; the death of any other process ends the job.
-supervise() {
-  local name=$1 code=0 other pids
-  while is_alive "$name"; do
-    check_servers "$name"
-    pids=()
-    for other in "${JOB_RUNNING[@]}"; do pids+=("${JOB_PID[$other]}"); done
-    wait -n "${pids[@]}" || true # returns when any of them ends; the loop finds out which
-  done
-  wait "${JOB_PID[$name]}" || code=$?
-  forget "$name"
-  wait_followers
-  return "$code"
-}
-
-# run_step NAME COMMAND...: a process that has to succeed; its log is shown when it does not, and its code is the job's.
-run_step() {
-  local name=$1 code=0
-  start_process "$@"
-  if [[ -n ${FOLLOW:-} ]]; then follow "$name" "$FOLLOW"; fi
-  supervise "$name" || code=$?
-  if ((code)); then step_failed "$name" "$code"; fi
-}
-
-# step_failed NAME CODE: ends the job with the step's own code, or 69 when something killed it.
-step_failed() {
-  local code=$2 how="failed with code $2"
-  if ((code > 128)); then
-    how="was killed by SIG$(kill -l "$((code - 128))")"
-    code=$EXIT_UNAVAILABLE
-  fi
-  show_log "$1" >&2
-  die "$code" "step '$1' $how. Its log: $LOGS/$1.log
-  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME"
-}
-
-# http_ok PORT PATH: does 127.0.0.1:PORT answer 200? Plain bash, because images without curl exist.
-http_ok() {
-  # shellcheck disable=SC2016 # expanded by the inner shell
-  timeout 5 bash -c 'exec 3<>"/dev/tcp/127.0.0.1/$0" &&
-    printf "GET %s HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n" "$1" >&3 && read -r line <&3 && [[ $line == *" 200"* ]]' \
-    "$1" "$2" 2>/dev/null
-}
-
-# wait_healthy NAME PORT PATH SECONDS: until the server answers; its death or the limit ends the job.
-wait_healthy() {
-  local name=$1 port=$2 path=$3 limit=$4 start=$SECONDS
-  until http_ok "$port" "$path"; do
-    check_servers
-    if ((SECONDS - start > limit)); then
-      show_log "$name" >&2
-      die "$EXIT_UNAVAILABLE" "process '$name' did not answer http://127.0.0.1:$port$path within $limit s. Its log: $LOGS/$name.log"
-    fi
-    sleep 0.5
-  done
-  check_servers
-  say "$name is healthy on port $port after $((SECONDS - start)) s (pid ${JOB_PID[$name]}, log $LOGS/$name.log)"
-}
-
-# follow NAME REGEX: shows matching new lines of the process's log until it ends.
-follow() {
-  tail -c "+$((JOB_OFFSET[$1] + 1))" -s 0.5 --pid="${JOB_PID[$1]}" -f "$LOGS/$1.log" 2>/dev/null |
-    grep --line-buffered -E -- "$2" | sed -u 's/^/    /' &
-  JOB_FOLLOWERS+=($!)
-}
-
-wait_followers() {
-  local pid
-  for pid in "${JOB_FOLLOWERS[@]}"; do wait "$pid" || true; done
-  JOB_FOLLOWERS=()
-}
-
-# session_pids SID...: processes of these sessions that are not zombies.
-session_pids() {
-  local stat line fields
-  for stat in /proc/[0-9]*/stat; do
-    { read -r line <"$stat"; } 2>/dev/null || continue
-    read -ra fields <<<"${line##*) }" # state ppid pgrp session …; the command before may hold spaces
-    if [[ " $* " == *" ${fields[3]} "* && ${fields[0]} != [ZX] ]]; then
-      stat=${stat#/proc/}
-      echo "${stat%/stat}"
-    fi
-  done
-}
-
-# end_session GRACE SID...: SIGTERM to all process groups at once, SIGKILL to what is left after GRACE seconds.
-end_session() {
-  local sid deadline=$((SECONDS + $1))
-  local -a sids=("${@:2}") left=()
-  ((${#sids[@]})) || return 0
-  mapfile -t left < <(session_pids "${sids[@]}")
-  ((${#left[@]})) || return 0
-  for sid in "${sids[@]}"; do kill -TERM -- "-$sid" 2>/dev/null || true; done
-  while mapfile -t left < <(session_pids "${sids[@]}") && ((${#left[@]})); do
-    if ((SECONDS >= deadline + 10)); then
-      say "processes ${left[*]} do not end even on SIGKILL" >&2
-      return 0
-    fi
-    if ((SECONDS >= deadline)); then kill -KILL "${left[@]}" 2>/dev/null || true; fi
-    sleep 0.2
-  done
-}
-
-# stop_process NAME: ends one process and everything in its session.
-stop_process() {
-  forget "$1"
-}
-
-# stop_all: the step that uses the servers first, then the servers.
-stop_all() {
-  local name
-  local -a steps=() servers=()
-  for name in "${JOB_RUNNING[@]}"; do
-    case $name in
-      policy | env | watchdog) servers+=("${JOB_PID[$name]}") ;;
-      *) steps+=("${JOB_PID[$name]}") ;;
-    esac
-  done
-  end_session "$STEP_GRACE" "${steps[@]}"
-  end_session "$SERVER_GRACE" "${servers[@]}"
-  JOB_RUNNING=()
 }
 
 sweep_sandboxes() {

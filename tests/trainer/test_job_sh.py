@@ -20,7 +20,7 @@ set -euo pipefail
 REPO={repo}
 cd "$REPO"
 source recipe/job.sh
-export PRESET=local
+export PRESET=${{PRESET:-local}}
 job_begin test_job.sh
 """
 # A server that answers 200 everywhere, with a child that ignores SIGTERM: the hard case for a clean end.
@@ -58,7 +58,7 @@ class Job:
         script = run.parent / f"job-{self.mark}.sh"
         script.write_text(PRELUDE.format(repo=REPO) + body)
         ports = dict(zip(("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT"), map(str, free_ports(3)), strict=True))
-        inherited = {k: v for k, v in os.environ.items() if k not in ("ENV_PYTHON", "RUN_DIR")}
+        inherited = {k: v for k, v in os.environ.items() if k not in ("ENV_PYTHON", "RUN_DIR", "PRESET")}
         self.process = subprocess.Popen(
             ["bash", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
             env=inherited | ports | {"RUN_DIR": str(run), "JOB_MARK": self.mark, "STEP_GRACE": "2",
@@ -124,6 +124,11 @@ def test_a_failed_step_gives_its_code_and_the_end_of_its_log(start):
     assert code == 64
     assert "the reason" in output and "logs/tasks.log" in output and "Resume with: RUN_DIR=" in output
     assert "--local" in output
+
+
+def test_the_resume_command_fits_the_preset(start):
+    code, output = start("run_step tasks false\n", PRESET="job").end()
+    assert code == 1 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
 
 
 @pytest.mark.parametrize("victim", ["policy", "work"])
