@@ -95,7 +95,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from recipe import attention, lfm2, rollout_worker, trl_cpu
     from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
     from recipe.group_trainer import GroupGRPOTrainer
-    from recipe.weight_sync import FileWeightTransfer
+    from recipe.weight_sync import transfer_of
 
     run = settings.run_path
     lora = lfm2.lora_config(settings)
@@ -112,12 +112,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         args=AsyncGRPOConfig(model_init_kwargs=lfm2.hub_revision(settings), **trainer_arguments(settings, gpu)),
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
-        # None lets TRL build its NCCL client for vLLM
-        weight_transfer=None if gpu else FileWeightTransfer(settings.policy_url, run / "weights"),
+        weight_transfer=transfer_of(settings.policy_url, run / "weights"),
         callbacks=[heartbeat, metrics, stop], on_skip=heartbeat.on_skip, while_waiting=stop.raise_if_requested)
-    if trainer._lora_sync:
-        raise SettingsError("The policy server runs with --enable-lora, with which TRL would send the adapter under "
-                            "names that the agent does not use: start it with serve_policy.sh --mode train.")
     trainer.remove_callback(PrinterCallback)
     metrics.trainer = trainer
     return trainer, metrics, stop
@@ -136,6 +132,9 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     from recipe.harbor_sessions import HarborSessionFactory
 
     gpu = torch.cuda.is_available()
+    if not gpu:
+        # The engine and the agents need the other half; threads that wait for a busy core spin and slow all of them.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     sessions = sessions or HarborSessionFactory.from_settings(settings, "train")
     tokenizer = lfm2.load_tokenizer(settings)
     dataset = task_dataset(settings, sessions)

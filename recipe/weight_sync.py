@@ -58,6 +58,28 @@ def merged_weight(module: LoraLinear) -> torch.Tensor:
     return (weight.float() + module.scaling[names[0]] * update).to(weight.dtype)
 
 
+def transfer_of(server_url: str, folder: str | os.PathLike[str]) -> FileWeightTransfer | None:
+    """The transfer that the policy server was started for; None stands for NCCL, TRL's own client.
+
+    Raises WeightSyncError for a server that takes no updates or serves adapters: with --enable-lora TRL would send the
+    adapter under ever new names, which the agent does not use.
+    """
+    route = server_url.rstrip("/") + "/server_info"
+    try:
+        answer = requests.get(route, params={"config_format": "json"}, timeout=60)
+        answer.raise_for_status()
+        config = answer.json()["vllm_config"]
+    except (requests.RequestException, ValueError, KeyError) as err:
+        raise WeightSyncError(f"{route} does not say how the policy server takes weights ({err}). Start it with "
+                              "serve_policy.sh --mode train, which sets VLLM_SERVER_DEV_MODE=1.") from err
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if config.get("lora_config") or backend not in ("nccl", "file"):
+        raise WeightSyncError(f"the policy server at {server_url} takes no merged weights (adapters: "
+                              f"{config.get('lora_config')}, weight transfer: {backend}). Start it with "
+                              "serve_policy.sh --mode train.")
+    return FileWeightTransfer(server_url, folder) if backend == "file" else None
+
+
 class FileWeightTransfer:
     """TRL's weight-transfer protocol by a safetensors file that the CPU policy server reads.
 

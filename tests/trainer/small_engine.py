@@ -35,7 +35,7 @@ class SmallEngine:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.reply({})
+                self.reply({"vllm_config": {"lora_config": None, "weight_transfer_config": {"backend": "file"}}})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")

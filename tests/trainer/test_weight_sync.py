@@ -17,7 +17,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_para
 
 from recipe.config import Settings
 from recipe.lfm2 import lora_config
-from recipe.weight_sync import FileWeightTransfer, WeightSyncError, merged_parameters
+from recipe.weight_sync import FileWeightTransfer, WeightSyncError, merged_parameters, transfer_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -101,7 +101,7 @@ class Engine(BaseHTTPRequestHandler):
         if route == "/update_weights":
             self.server.weights = load_file(body["update_info"]["path"])
         status = 500 if route == self.server.fail else 200
-        payload = b'{"error": "out of memory"}' if status == 500 else b"{}"
+        payload = b'{"error": "out of memory"}' if status == 500 else json.dumps(self.server.info).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
@@ -114,7 +114,7 @@ class Engine(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    server.calls, server.weights, server.fail = [], {}, ""
+    server.calls, server.weights, server.fail, server.info = [], {}, "", {}
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -163,3 +163,20 @@ def test_a_phase_that_fails_is_named_with_the_servers_answer(engine, tmp_path, r
 def test_a_server_that_is_gone_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match="GET /health of the policy server at http://127.0.0.1:9 failed"):
         FileWeightTransfer("http://127.0.0.1:9", tmp_path).init_weight_transfer()
+
+
+def test_the_server_says_how_it_takes_weights(engine, tmp_path):
+    def served(backend, lora=None):
+        engine.info = {"vllm_config": {"lora_config": lora, "weight_transfer_config": backend and {"backend": backend}}}
+
+    served("file")
+    assert isinstance(transfer_of(url(engine), tmp_path), FileWeightTransfer)
+    served("nccl")
+    assert transfer_of(url(engine), tmp_path) is None
+    for wrong in ((None,), ("ipc",), ("nccl", {"max_lora_rank": 32})):
+        served(*wrong)
+        with pytest.raises(WeightSyncError, match="takes no merged weights.*--mode train"):
+            transfer_of(url(engine), tmp_path)
+    engine.fail = "/server_info"
+    with pytest.raises(WeightSyncError, match="500.*--mode train"):
+        transfer_of(url(engine), tmp_path)
