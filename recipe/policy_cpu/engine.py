@@ -211,7 +211,11 @@ class Engine:
         return completion.tokens[-1:]
 
     def _store_blocks(self, completion: Completion) -> None:
-        """New full blocks go to the prefix cache, unless the weights changed while this completion ran."""
+        """New full blocks go to the prefix cache.
+
+        Not those of a completion whose weights changed while it ran: their chain begins at the old weights' root, so
+        nobody could ever ask for them.
+        """
         state = completion.state
         if not state.boundaries:
             return

@@ -132,6 +132,27 @@ def test_some_parameters_may_be_updated_alone(file_server, tmp_path):
     assert file_server.prompt_logprobs(IDS) == pytest.approx(reference_logprobs(model, IDS), abs=1e-4)
 
 
+def test_the_clients_that_training_uses(file_server, tmp_path):
+    """TRL's own client and the recipe's file transfer, unchanged, against the server."""
+    from accelerate import PartialState
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    from recipe.weight_sync import FileWeightTransfer
+
+    PartialState()  # accelerate's logger, which the client uses, wants it
+    client = VLLMClient(file_server.url)
+    client.wait_for_server_ready()
+    assert (client.get_max_model_len(), client.get_dtype(), client.get_world_size()) == (2048, "torch.float32", 1)
+    model = Lfm2ForCausalLM.from_pretrained(make_model(tmp_path / "trained", seed=2)).eval()
+    transfer = FileWeightTransfer(file_server.url, tmp_path / "weights")
+    transfer.init_weight_transfer()
+    transfer.pause()
+    transfer.send_weights(iter(model.named_parameters()))
+    transfer.resume()
+    transfer.destroy()
+    assert file_server.prompt_logprobs(IDS) == pytest.approx(reference_logprobs(model, IDS), abs=1e-4)
+
+
 @pytest.mark.parametrize("tensors, named", [
     ({"model.layers.0.no_such.weight": torch.zeros(2)}, "no_such"),
     ({"model.embedding_norm.weight": torch.zeros(3)}, "embedding_norm"),
