@@ -35,6 +35,7 @@ from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities, EnvironmentResourceCapabilities
 from harbor.environments.definition import effective_exec_cwd
 
+from recipe.opencode_settings import MODELS_PATH, NO_MODELS
 from recipe.sandbox_files import copy_file, copy_tree, inside, kill_marked, remove_tree
 from recipe.sandbox_isolation import (
     AGENT_BIN,
@@ -65,12 +66,12 @@ class LocalSandbox(BaseEnvironment):
     Keyword arguments beyond Harbor's: `root` (folder of all sandboxes), `run_id` (mark of this run's processes),
     `runtime` (auto, bwrap, proot), `keep` (leave the folder after `stop`), `capture_port` (port of the capture proxy
     on this machine's loopback; None: no network), `opencode` (the agent's binary, put on PATH), `python` (the
-    sandbox's python3; default /usr/bin/python3, else the one that runs us), `home_template` (copied to /home/user).
+    sandbox's python3; default /usr/bin/python3, else the one that runs us).
     """
 
     def __init__(self, *args: Any, root: str | Path, run_id: str = "", runtime: str = "auto", keep: bool = False,
                  capture_port: int | None = None, opencode: str | Path | None = None,
-                 python: str | Path | None = None, home_template: str | Path | None = None, **kwargs: Any) -> None:
+                 python: str | Path | None = None, **kwargs: Any) -> None:
         self._isolation = detect(runtime)  # before super().__init__, which asks for the capabilities
         super().__init__(*args, **kwargs)
         name = re.sub(r"[^A-Za-z0-9._-]", "-", self.session_id)[-80:].lstrip(".-")
@@ -79,12 +80,12 @@ class LocalSandbox(BaseEnvironment):
         self._run_id = run_id
         self._keep = keep
         self._capture_port = capture_port
-        self._home_template = Path(home_template) if home_template else None
         self._workdir = effective_exec_cwd(None, self.task_env_config.workdir, None) or WORKDIR
         self._writable = [*WRITABLE, *{PurePosixPath(p).parts[1] for p in [self._workdir, *self._mount_targets()]}]
         self._writable = list(dict.fromkeys(self._writable))
         self._path = [AGENT_BIN] if opencode else []
-        self._binds = [(str(Path(opencode).resolve()), f"{AGENT_BIN}/opencode")] if opencode else []
+        self._binds = [(str(Path(opencode).resolve()), f"{AGENT_BIN}/opencode"),
+                       (str(NO_MODELS), MODELS_PATH)] if opencode else []
         prefix, binary = sandbox_python(str(python) if python else None)
         if prefix:
             self._binds.append((prefix, prefix))
@@ -127,8 +128,6 @@ class LocalSandbox(BaseEnvironment):
         self._etc = prepare_etc(self._root / ".etc")
         for name in (*self._writable, "tests"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        if self._home_template:
-            copy_tree(self._home_template, self._host(HOME), keep_links=True)
         for path in (HOME, self._workdir, *LOGS, *self._mount_targets(writable_only=True)):
             self._host(path).mkdir(parents=True, exist_ok=True)
         if (self.environment_dir / "input").is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from harbor.models.task.config import EnvironmentConfig
 from harbor.models.trial.paths import TrialPaths
 
 from recipe import sandbox_process
+from recipe.opencode_settings import LEAN_ENV
 from recipe.sandbox_files import copy_file, copy_tree, inside, marked_processes, remove_tree, sweep
 from recipe.sandbox_isolation import SandboxError, detect, sandbox_python
 from recipe.sandbox_local import LocalSandbox
@@ -285,19 +287,14 @@ def test_output_is_bounded(root: Path, monkeypatch) -> None:
     using(make(root, "bwrap"), body)
 
 
-def test_kept_folder_and_home_template(root: Path, tmp_path: Path) -> None:
-    template = tmp_path / "template"
-    (template / ".local/share/opencode").mkdir(parents=True)
-    (template / ".local/share/opencode/db").write_text("migrated")
-    sandbox = make(root, "bwrap", keep=True, home_template=template)
+def test_kept_folder(root: Path) -> None:
+    sandbox = make(root, "bwrap", keep=True)
 
     async def body(sandbox: LocalSandbox) -> None:
-        assert await out(sandbox, "cat ~/.local/share/opencode/db; echo changed > ~/.local/share/opencode/db"
-                         ) == "migrated"
+        await out(sandbox, "echo kept > ~/file")
 
     using(sandbox, body)
-    assert (sandbox.folder / "home/user/.local/share/opencode/db").read_text() == "changed\n"
-    assert (template / ".local/share/opencode/db").read_text() == "migrated"
+    assert (sandbox.folder / "home/user/file").read_text() == "kept\n"
     assert sweep(root, keep=True) == (0, 0) and sandbox.folder.is_dir()
     assert sweep(root) == (0, 1) and not sandbox.folder.exists()
 
@@ -315,6 +312,19 @@ def test_binary_on_path_cannot_be_changed(root: Path, tmp_path: Path) -> None:
     assert "agent 1.0" in binary.read_text()
 
 
+def test_the_real_agent_starts_with_the_lean_settings(root: Path) -> None:
+    binary = os.environ.get("OPENCODE_BIN")
+    assert binary, "set OPENCODE_BIN to the pinned OpenCode binary (setup.sh prints it)"
+
+    async def body(sandbox: LocalSandbox) -> None:
+        assert json.loads(await out(sandbox, f"cat {LEAN_ENV['OPENCODE_MODELS_PATH']}")) == {}
+        stock = await out(sandbox, "opencode models", env=LEAN_ENV | {"OPENCODE_MODELS_PATH": ""})
+        lean = await out(sandbox, "opencode models", env=LEAN_ENV)  # Bun exits 1 on a variable that it does not know
+        assert len(stock.splitlines()) > len(lean.splitlines()), (stock, lean)
+
+    using(make(root, "bwrap", opencode=binary), body)
+
+
 def test_python_outside_the_system_is_bound_with_its_prefix(root: Path) -> None:
     prefix, binary = sandbox_python(sys.executable)
 
@@ -328,8 +338,8 @@ def test_python_outside_the_system_is_bound_with_its_prefix(root: Path) -> None:
 
 
 def test_failed_start_leaves_nothing(root: Path) -> None:
-    sandbox = make(root, "bwrap", home_template=root / "absent")
-    with pytest.raises(FileNotFoundError):
+    sandbox = make(root, "bwrap", config=EnvironmentConfig(workdir="/workdir/../../outside"))
+    with pytest.raises(SandboxError, match="without '..'"):
         asyncio.run(sandbox.start(False))
     assert not sandbox.folder.exists()
 
