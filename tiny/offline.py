@@ -104,6 +104,8 @@ def run_episodes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tas
             (Path(root) / str(index) / "input" / task.file_name).write_text(task.csv)
         for _ in range(max_calls):
             live = [i for i, episode in enumerate(episodes) if not episode.done]
+            if not live:
+                break
             prompts = [tokenizer.apply_chat_template(messages[i], tools=tools, add_generation_prompt=True)["input_ids"]
                        for i in live]
             for i, prompt, ids in zip(live, prompts, sample(model, prompts, tokenizer.eos_token_id, max_tokens),
