@@ -131,6 +131,9 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     from recipe.callbacks import StopRequested, summary_text
     from recipe.harbor_sessions import HarborSessionFactory
 
+    if settings.token_budget > 0:
+        raise SettingsError(f"TOKEN_BUDGET={settings.token_budget}: sequences packed into a row are not kept apart in "
+                            "the short convolutions. Leave it at 0, which puts one sequence in a row.")
     gpu = torch.cuda.is_available()
     if not gpu:
         # The engine and the agents need the other half; threads that wait for a busy core spin and slow all of them.

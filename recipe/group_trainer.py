@@ -267,6 +267,9 @@ class GroupGRPOTrainer(AsyncGRPOTrainer):
         """TRL's merged sync without merging: what is streamed is computed, the base is not touched."""
         self.weight_transfer.pause()
         paused = time.time()
+        if torch.cuda.is_available():
+            # The sender reads on streams of its own: what the optimizer wrote must have arrived.
+            torch.cuda.synchronize()
         self.weight_transfer.send_weights(self._streaming_iter())
         sent = time.time()
         self.weight_transfer.resume()

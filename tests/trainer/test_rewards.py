@@ -40,3 +40,24 @@ def test_trl_hands_over_the_fields_that_the_reward_reads():
     outcome = HarnessRolloutOutcome(env_reward=1.0, completion=[], trace=[], tool_call_count=8, tool_failure_count=0,
                                     tool_calls_by_name={}, timed_out=False)
     assert EfficiencyReward(0.1, 32)(outcome) == pytest.approx(1.075)
+
+
+def test_trl_and_the_evaluation_count_the_same_tool_calls():
+    from openenv.harbor.contract import to_training_trace
+    from openenv.harbor.models import HarborRolloutResult, HarborTurn
+    from trl.experimental.async_grpo.openenv_harness import _tool_call_counts_by_name
+
+    from recipe.grading import count_tool_calls
+
+    def turn(number: int, tools: list[str], **more) -> HarborTurn:
+        return HarborTurn(**dict(turn=number, node_id=f"n{number}", prompt_token_ids=[1], completion_token_ids=[2, 3],
+                                 per_token_logps=[-0.1, -0.2], loss_mask=[0, 1, 1],
+                                 tool_calls=[{"name": name, "arguments": "{}"} for name in tools]) | more)
+
+    masked = dict(trainable=False, loss_mask=[0, 0, 0])  # context only: sampled, but not to be trained on
+    result = HarborRolloutResult(reward=1.0, rollout_type="train", capture_level="tokens", turns=[
+        turn(0, ["bash"]), turn(1, ["bash", "read"]), turn(2, ["write"], **masked), turn(3, [""]), turn(4, []),
+        turn(5, ["bash"], discarded=True), turn(6, ["bash"], role="auxiliary")])
+    by_name = _tool_call_counts_by_name(to_training_trace(result).to_trace_entries())
+    assert by_name == {"bash": 2, "read": 1, "write": 1}
+    assert sum(by_name.values()) == count_tool_calls(result) == 4
