@@ -78,7 +78,7 @@ class Settings:
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
-                                local=2e-3)
+                                local=1e-3)
     num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
     max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4)
     max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))
