@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 
 from recipe import watchdog
-from recipe.group_trainer import GroupGRPOTrainer, RowHealth, token_mean
+from recipe.group_trainer import GroupGRPOTrainer
+from recipe.groups import RowHealth, token_mean
 
 RATIO_BAND = (0.998, 1.002)  # where the mean ratio of rows sampled wholly under the trained weights must lie
 TRACE_INTERVAL = 10  # steps between two groups whose conversations go to trackio

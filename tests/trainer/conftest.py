@@ -6,6 +6,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 FOLDER = tempfile.mkdtemp(prefix="trackio-tests-")
 os.environ["TRACKIO_DIR"] = FOLDER
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -13,3 +15,16 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+@pytest.fixture
+def trl_globals(monkeypatch) -> list[tuple[object, str]]:
+    """(module, name) of the TRL globals that recipe/trl_cpu.py replaces; they are put back after the test."""
+    import trl.trainer.utils as trl_utils
+    from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
+
+    names = [(async_rollout_worker, "is_vllm_available"), (async_grpo_trainer, "create_model_from_path"),
+             (async_grpo_trainer, "get_peak_flops_per_device"), (trl_utils, "_ChunkedLogProbFunction")]
+    for module, name in names:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    return names

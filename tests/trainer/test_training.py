@@ -68,7 +68,7 @@ def test_newest_checkpoint_is_the_last_whole_one(tmp_path):
     assert train_lora.newest_checkpoint(tmp_path).name == "checkpoint-10"
 
 
-def test_training_then_resume(tmp_path, monkeypatch, capsys):
+def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
     settings = local_settings(tmp_path, save_steps=2)
     base = small_model()

@@ -11,23 +11,16 @@ from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 from recipe import attention, group_trainer, rollout_worker, trl_cpu
 from recipe.trl_shape import TrlShapeError
 
-GLOBALS = [(async_rollout_worker, "is_vllm_available"), (async_grpo_trainer, "create_model_from_path"),
-           (async_grpo_trainer, "get_peak_flops_per_device"), (trl_utils, "_ChunkedLogProbFunction")]
+pytestmark = pytest.mark.usefixtures("trl_globals")
 
 
-@pytest.fixture(autouse=True)
-def restore(monkeypatch):
-    for module, name in GLOBALS:
-        monkeypatch.setattr(module, name, getattr(module, name))
-
-
-def test_what_is_applied_depends_on_the_machine():
-    before = [getattr(*g) for g in GLOBALS]
+def test_what_is_applied_depends_on_the_machine(trl_globals):
+    before = [getattr(*g) for g in trl_globals]
     assert trl_cpu.install(attention.FLASH_ATTN3, gpu=True) == []
-    assert [getattr(*g) for g in GLOBALS] == before
+    assert [getattr(*g) for g in trl_globals] == before
     assert trl_cpu.install(attention.SDPA_PACKED, gpu=False) == [
         "attention=sdpa-packed", "vllm_in_parent", "no_peak_flops", "torch_log_probs"]
-    assert all(now is not then for now, then in zip([getattr(*g) for g in GLOBALS], before, strict=True))
+    assert all(now is not then for now, then in zip([getattr(*g) for g in trl_globals], before, strict=True))
 
 
 def test_log_probs_and_entropy_of_the_fused_head():
@@ -97,8 +90,9 @@ def test_a_changed_trl_stops_the_start(monkeypatch, owner, name, apply):
         apply()
 
 
-@pytest.mark.parametrize(("module", "name"), GLOBALS)
-def test_a_global_that_is_gone_stops_the_start(monkeypatch, module, name):
-    monkeypatch.delattr(module, name)
-    with pytest.raises((TrlShapeError, AttributeError)):
-        trl_cpu.install(attention.SDPA_PACKED, gpu=False)
+def test_a_global_that_is_gone_stops_the_start(monkeypatch, trl_globals):
+    for module, name in trl_globals:
+        with monkeypatch.context() as patch:
+            patch.delattr(module, name)
+            with pytest.raises((TrlShapeError, AttributeError)):
+                trl_cpu.install(attention.SDPA_PACKED, gpu=False)

@@ -9,7 +9,7 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe.callbacks import line, summary_text
-from recipe.group_trainer import (
+from recipe.groups import (
     MAX_UNGRADED_GROUPS,
     GroupCollator,
     GroupStream,
@@ -69,7 +69,7 @@ def test_rows_of_two_groups_mixed_are_an_error():
 
 
 def test_health_is_checked_while_waiting(monkeypatch):
-    monkeypatch.setattr("recipe.group_trainer.POLL", 0.01)
+    monkeypatch.setattr("recipe.groups.POLL", 0.01)
 
     def dead():
         raise RuntimeError("the worker is gone")

@@ -1,0 +1,173 @@
+"""GRPO groups on their way from the rollout worker's queue to the trainer: whole, cut into rows, each with its health.
+
+The worker queues training rows; `GroupStream` puts a group's rows together again, `GroupCollator` cuts the group into
+the rows of one optimizer step and weights each by its trained tokens, and `measure_ratio` fills in what the forward
+pass says about the importance ratio of every sequence.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from recipe.attention import sequence_spans
+from recipe.rollout_worker import ROW
+
+POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty
+MAX_UNGRADED_GROUPS = 10  # in a row; more means that rollouts do not run at all
+
+
+class NoGradedRollouts(RuntimeError):
+    """Group after group came back without one graded rollout."""
+
+
+@dataclass
+class RowHealth:
+    """One trained sequence, as metrics.jsonl records it."""
+
+    group: int
+    rollout: int
+    tokens: int
+    trained: int  # tokens that carry loss
+    tool_calls: int
+    reward: float
+    advantage: float
+    staleness: int  # optimizer steps between the policy that began the rollout and the one trained
+    fresh: bool  # sampled from first to last token under the weights that are trained
+    ratio: float = float("nan")  # mean importance ratio of the trained tokens
+    ratio_min: float = float("nan")
+    ratio_max: float = float("nan")
+
+
+class GroupStream(IterableDataset):
+    """Yields one group after the other as a list of sample dicts, in the order in which they were finished.
+
+    Groups older than `max_staleness` optimizer steps and groups without a graded rollout are left out, counted in
+    `skipped` and reported to `on_skip(reason)`.
+    """
+
+    def __init__(self, rows: Any, version: Callable[[], int], check_health: Callable[[], None], max_staleness: int,
+                 done: set[int], on_skip: Callable[[str], None]):
+        self.rows, self.version, self.check_health = rows, version, check_health
+        self.max_staleness, self.done, self.on_skip = max_staleness, done, on_skip
+        self.wait_s = 0.0  # read and reset by the trainer at each step
+        self.skipped = {"stale": 0, "ungraded": 0}
+        self.last_group: list[RolloutSample] = []
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        ungraded = 0
+        while True:
+            group = self._next_group()
+            reason = self._unusable(group)
+            if reason is None:
+                ungraded = 0
+                self.last_group = group
+                yield [self._as_dict(sample) for sample in group]
+                continue
+            # Also a skipped group is done: the prompt at which a resumed run begins is the first that is not.
+            self.done.add(group[0].group_id)
+            self.skipped[reason] += 1
+            self.on_skip(reason)
+            ungraded = ungraded + 1 if reason == "ungraded" else 0
+            if ungraded >= MAX_UNGRADED_GROUPS:
+                raise NoGradedRollouts(
+                    f"{ungraded} groups in a row had no graded rollout, so there is nothing to train on. The reasons "
+                    "stand above, one per rollout; see logs/env.log and logs/policy.log for their other side.")
+
+    def _unusable(self, group: list[RolloutSample]) -> str | None:
+        if not group[0].input_ids:
+            return "ungraded"
+        return "stale" if self.version() - group[0].model_version > self.max_staleness else None
+
+    def _next_group(self) -> list[RolloutSample]:
+        """All rows of the next group: the worker queues them one after the other and says how many they are."""
+        group = [self._next_row()]
+        while len(group) < group[0].metrics[ROW + "rows"]:
+            row = self._next_row()
+            if row.group_id != group[0].group_id:
+                raise RuntimeError(f"row of group {row.group_id} inside group {group[0].group_id}, of which "
+                                   f"{len(group)} of {group[0].metrics[ROW + 'rows']:.0f} rows had arrived")
+            group.append(row)
+        return group
+
+    def _next_row(self) -> RolloutSample:
+        started = time.monotonic()
+        while True:
+            try:
+                row = self.rows.get(timeout=POLL)
+                self.wait_s += time.monotonic() - started
+                return row
+            except queue.Empty:
+                self.check_health()
+
+    def _as_dict(self, sample: RolloutSample) -> dict[str, Any]:
+        return {name: getattr(sample, name) for name in (
+            "input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics", "model_version")}
+
+
+def pack(group: list[dict[str, Any]], token_budget: int) -> list[list[dict[str, Any]]]:
+    """Cuts a group into rows of at most `token_budget` tokens, longest sequence first; 0 gives one sequence a row.
+
+    A sequence beyond the budget gets a row of its own: nothing is dropped.
+    """
+    rows: list[list[dict[str, Any]]] = []
+    for sample in sorted(group, key=lambda s: len(s["input_ids"]), reverse=True):
+        size = len(sample["input_ids"])
+        for row in rows:
+            if token_budget > 0 and sum(len(s["input_ids"]) for s in row) + size <= token_budget:
+                row.append(sample)
+                break
+        else:
+            rows.append([sample])
+    return rows
+
+
+@dataclass
+class GroupCollator(DataCollatorForRollout):
+    """One group -> {"rows": [one packed TRL batch per row]}, each with its sequences' health and its weight."""
+
+    version: Callable[[], int] = lambda: 0
+
+    def torch_call(self, examples: list[Any]) -> dict[str, Any]:
+        (group,) = examples
+        total = sum(sum(sample["completion_mask"]) for sample in group)
+        version, rows = self.version(), []
+        for row in pack(group, self.token_budget):
+            health = [row_health(sample, version) for sample in row]
+            plain = [sample | {"metrics": {k: v for k, v in sample["metrics"].items() if not k.startswith(ROW)}}
+                     for sample in row]
+            batch = super().torch_call([[plain]])
+            rows.append(batch | {"weight": sum(h.trained for h in health) / total, "health": health})
+        return {"rows": rows}
+
+
+def row_health(sample: dict[str, Any], version: int) -> RowHealth:
+    m = sample["metrics"]
+    began = int(m[ROW + "version"])
+    return RowHealth(group=sample["group_id"], rollout=int(m[ROW + "rollout"]), tokens=len(sample["input_ids"]),
+                     trained=sum(sample["completion_mask"]), tool_calls=int(m[ROW + "tool_calls"]), reward=m["reward"],
+                     advantage=sample["advantage"], staleness=version - began,
+                     fresh=bool(m[ROW + "one_version"]) and began == version)
+
+
+def measure_ratio(log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+    """Writes the importance ratio of each sequence into its RowHealth; `log_probs` (T - 1,) begin with token 1."""
+    mask = inputs["completion_mask"][0].bool()
+    log_ratio = torch.zeros(mask.shape, device=log_probs.device)
+    log_ratio[1:] = log_probs - inputs["old_log_probs"][0, 1:]
+    for health, (start, end) in zip(inputs["health"], sequence_spans(inputs["position_ids"][0]), strict=True):
+        ratio = log_ratio[start:end][mask[start:end]].exp()
+        health.ratio, health.ratio_min, health.ratio_max = (float(x) for x in (ratio.mean(), ratio.min(), ratio.max()))
+
+
+def token_mean(rows: list[RowHealth]) -> float:
+    """Mean importance ratio over the trained tokens of `rows`."""
+    return sum(h.ratio * h.trained for h in rows) / sum(h.trained for h in rows)
