@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # The tests, from a clean checkout: makes the environments first (see setup.sh), then runs lint, unit tests, the
-# contract tests of the policy server and the end-to-end tests with the real OpenCode, proxy, Harbor and TRL.
+# tests against a double of the Hub, the contract tests of the policy server and the end-to-end tests with the real
+# OpenCode, proxy, Harbor and TRL.
 #
 #   bash run_tests.sh                 everything
-#   bash run_tests.sh trainer         one or more of: lint trainer env contract e2e
+#   bash run_tests.sh trainer         one or more of: lint trainer hub env contract e2e
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
 #
 # Exit codes: 0 all passed, 1 something failed, 64 wrong usage, 69 set-up failed.
@@ -15,12 +16,12 @@ case ${1:-} in -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}
 groups=()
 while (($#)) && [[ $1 != -* ]]; do
   case $1 in
-    lint | trainer | env | contract | e2e) groups+=("$1") ;;
-    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, env, contract, e2e)" >&2; exit 64 ;;
+    lint | trainer | hub | env | contract | e2e) groups+=("$1") ;;
+    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, env, contract, e2e)" >&2; exit 64 ;;
   esac
   shift
 done
-((${#groups[@]})) || groups=(lint trainer env contract e2e)
+((${#groups[@]})) || groups=(lint trainer hub env contract e2e)
 
 export PRESET=local SETUP_TESTS=1
 # Settings of the caller's shell would change what is tested; the tests set their own.
