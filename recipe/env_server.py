@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recipe import opencode_binary, sandbox_files, sandbox_isolation, seams
+from recipe.call_times import CallTimes
 from recipe.config import EXIT_USAGE, Settings, SettingsError
 from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
 from recipe.serving import MOUNT, EndAbandonedRollouts, outer_app, serve
@@ -128,7 +129,8 @@ def run(settings: Settings) -> int:
     os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = os.environ.pop("CAPTURE_ADMIN_KEY", "") or secrets.token_urlsafe(24)
 
     seams.check()
-    seams.install(settings, url)
+    calls = CallTimes()
+    seams.install(settings, url, calls)
     check_sandbox(settings)
     sweep_sandboxes(settings)
     llm = probe_engine(settings)
@@ -152,7 +154,8 @@ def run(settings: Settings) -> int:
     say(f"control plane on 127.0.0.1:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts at once, "
         f"trials in {trials}")
     try:
-        return asyncio.run(serve([(EndAbandonedRollouts(app), control), (outer_app(service.capture.app), public)]))
+        capture = outer_app(calls.around(service.capture.app))
+        return asyncio.run(serve([(EndAbandonedRollouts(app), control), (capture, public)]))
     finally:
         sweep_sandboxes(settings)
 

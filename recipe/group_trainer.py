@@ -10,7 +10,7 @@ Deviations from the stock trainer, each checked against TRL's shape by `check_sh
                           is that of the step in which a row is trained
   training_step           one call per group instead of one per micro-batch
   compute_loss            weight of the row, and log-probs kept for the importance ratio of each sequence
-  _sync_weight[_merged]   streams W + scaling * B @ A and leaves the base alone (recipe/weight_sync.py)
+  _sync_weight_merged     streams W + scaling * B @ A, leaves the base alone (recipe/weight_sync.py), and records when
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
 from recipe.groups import GroupCollator, GroupStream, RowHealth, measure_ratio, token_mean
+from recipe.sync_log import SyncLog
 from recipe.trl_shape import expect_parameters, expect_source
 from recipe.weight_sync import Stream, merged_parameters
 
@@ -72,6 +73,7 @@ class GroupGRPOTrainer(AsyncGRPOTrainer):
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
         self.on_skip, self.while_waiting = on_skip, while_waiting
         self.group_health: list[RowHealth] = []  # sequences of the last step
+        self.syncs = SyncLog()
 
     def get_train_dataloader(self) -> DataLoader:
         def check_health() -> None:
@@ -80,10 +82,10 @@ class GroupGRPOTrainer(AsyncGRPOTrainer):
 
         self._rollout_dataset = GroupStream(
             self.rollout_queue, lambda: self.model_version, check_health, self.args.max_staleness,
-            self._trained_groups, self.on_skip)
+            self._trained_groups, self.on_skip, self.syncs)
         collator = GroupCollator(self.processing_class.pad_token_id, groups_trained=self._trained_groups,
                                  metrics=self._metrics["train"], token_budget=self.args.token_budget or 0,
-                                 version=lambda: self.model_version)
+                                 version=lambda: self.model_version, syncs=self.syncs)
         return DataLoader(self._rollout_dataset, batch_size=1, collate_fn=collator, num_workers=0)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -119,12 +121,9 @@ class GroupGRPOTrainer(AsyncGRPOTrainer):
     def _streaming_iter(self) -> Stream:
         return merged_parameters(self.accelerator.unwrap_model(self.model), self.accelerator.device)
 
-    def _sync_weight(self) -> None:
-        self.rollout_worker.begin_sync()
-        super()._sync_weight()
-
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """TRL's merged sync without merging: what is streamed is computed, the base is not touched."""
+        asked = time.time()
         self.weight_transfer.pause()
         paused = time.time()
         if torch.cuda.is_available():
@@ -134,5 +133,6 @@ class GroupGRPOTrainer(AsyncGRPOTrainer):
         sent = time.time()
         self.weight_transfer.resume()
         self.model_version += 1
+        self.syncs.add(asked, paused, self.model_version)
         self.rollout_worker.update_model_version(self.model_version)
         return paused, paused, sent

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe.attention import sequence_spans
 from recipe.rollout_worker import ROW
+from recipe.sync_log import SyncLog
 
 POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty
 MAX_UNGRADED_GROUPS = 10  # in a row; more means that rollouts do not run at all
@@ -40,7 +41,7 @@ class RowHealth:
     tool_calls: int
     reward: float
     advantage: float
-    staleness: int  # optimizer steps between the policy that began the rollout and the one trained
+    staleness: int  # optimizer steps between the weights that sampled the first token and those that are trained
     fresh: bool  # sampled from first to last token under the weights that are trained
     ratio: float = float("nan")  # mean importance ratio of the trained tokens
     ratio_min: float = float("nan")
@@ -50,13 +51,13 @@ class RowHealth:
 class GroupStream(IterableDataset):
     """Yields one group after the other as a list of sample dicts, in the order in which they were finished.
 
-    Groups older than `max_staleness` optimizer steps and groups without a graded rollout are left out, counted in
-    `skipped` and reported to `on_skip(reason)`.
+    Groups with a rollout that began more than `max_staleness` optimizer steps ago and groups without a graded rollout
+    are left out, counted in `skipped` and reported to `on_skip(reason)`.
     """
 
     def __init__(self, rows: Any, version: Callable[[], int], check_health: Callable[[], None], max_staleness: int,
-                 done: set[int], on_skip: Callable[[str], None]):
-        self.rows, self.version, self.check_health = rows, version, check_health
+                 done: set[int], on_skip: Callable[[str], None], syncs: SyncLog):
+        self.rows, self.version, self.check_health, self.syncs = rows, version, check_health, syncs
         self.max_staleness, self.done, self.on_skip = max_staleness, done, on_skip
         self.wait_s = 0.0  # read and reset by the trainer at each step
         self.skipped = {"stale": 0, "ungraded": 0}
@@ -85,7 +86,8 @@ class GroupStream(IterableDataset):
     def _unusable(self, group: list[RolloutSample]) -> str | None:
         if not group[0].input_ids:
             return "ungraded"
-        return "stale" if self.version() - group[0].model_version > self.max_staleness else None
+        oldest = min(sampled_by(row.metrics, row.model_version, self.syncs)[0] for row in group)
+        return "stale" if self.version() - oldest > self.max_staleness else None
 
     def _next_group(self) -> list[RolloutSample]:
         """All rows of the next group: the worker queues them one after the other and says how many they are."""
@@ -135,13 +137,14 @@ class GroupCollator(DataCollatorForRollout):
     """One group -> {"rows": [one packed TRL batch per row]}, each with its sequences' health and its weight."""
 
     version: Callable[[], int] = lambda: 0
+    syncs: SyncLog = field(default_factory=SyncLog)
 
     def torch_call(self, examples: list[Any]) -> dict[str, Any]:
         (group,) = examples
         total = sum(sum(sample["completion_mask"]) for sample in group)
         version, rows = self.version(), []
         for row in pack(group, self.token_budget):
-            health = [row_health(sample, version) for sample in row]
+            health = [row_health(sample, version, self.syncs) for sample in row]
             plain = [sample | {"metrics": {k: v for k, v in sample["metrics"].items() if not k.startswith(ROW)}}
                      for sample in row]
             batch = super().torch_call([[plain]])
@@ -149,13 +152,19 @@ class GroupCollator(DataCollatorForRollout):
         return {"rows": rows}
 
 
-def row_health(sample: dict[str, Any], version: int) -> RowHealth:
+def sampled_by(metrics: dict[str, float], dispatched: int, syncs: SyncLog) -> tuple[int, int | None]:
+    """Versions that sampled a row's first and last token. Where its calls' times are unknown: the version current when
+    its group was dispatched, TRL's measure and never too young, and None."""
+    return syncs.versions_between(metrics[ROW + "first_call"], metrics[ROW + "last_call"]) or (dispatched, None)
+
+
+def row_health(sample: dict[str, Any], version: int, syncs: SyncLog) -> RowHealth:
     m = sample["metrics"]
-    began = int(m[ROW + "version"])
+    began, ended = sampled_by(m, sample["model_version"], syncs)
     return RowHealth(group=sample["group_id"], rollout=int(m[ROW + "rollout"]), tokens=len(sample["input_ids"]),
                      trained=sum(sample["completion_mask"]), tool_calls=int(m[ROW + "tool_calls"]), reward=m["reward"],
                      advantage=sample["advantage"], staleness=version - began,
-                     fresh=bool(m[ROW + "one_version"]) and began == version)
+                     fresh=began == ended == version)
 
 
 def measure_ratio(log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from openenv.harbor.client import HarborEnv
 from openenv.harbor.contract import to_training_trace
 from openenv.harbor.models import HarborRolloutResult, HarborTaskRef
 
+from recipe.call_times import FIRST_CALL, LAST_CALL
 from recipe.config import Settings
 from recipe.grading import AGENT_TIMEOUT, EvalRollout, count_tool_calls, eval_outcome, problem_of
 
@@ -134,6 +135,12 @@ class HarborSession(ResourceSession):
         return VerifyResult(env_reward=self.result.reward, done=True,
                             metrics={"tool_calls": count_tool_calls(self.result), "seconds": self.result.wall_s},
                             artifacts={"trial_name": self.result.trial_name})
+
+    @property
+    def call_times(self) -> tuple[float, float] | None:
+        """Arrival of the first model call and end of the last one at the capture proxy, in Unix seconds."""
+        times = self.result.phase_timings if self.result else {}
+        return (times[FIRST_CALL], times[LAST_CALL]) if FIRST_CALL in times else None
 
     def close(self) -> None:
         """Frees the client; a rollout in flight ends here and, because its socket closes, in the env server."""

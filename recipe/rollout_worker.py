@@ -2,8 +2,8 @@
 
 HarnessRolloutWorker runs the rollouts in a spawned process and queues training rows. This subclass adds
 
-- to every row: its group's number of rows, the rollout's tool calls, and the policy versions between which it was
-  sampled, so that the importance ratio can be checked on rows that one version sampled from first to last token;
+- to every row: its group's number of rows, the rollout's tool calls, and the times of its first and last model call,
+  so that the trainer knows which weights sampled it (recipe/sync_log.py);
 - rows of ungraded rollouts are taken out (TRL keeps them with advantage 0, where they dilute the loss), and a group
   without a graded rollout sends one empty row, so that the trainer can count it instead of waiting in silence;
 - death of the child is noticed within seconds, and ends the trainer: TRL looks at a flag that a killed child never
@@ -40,41 +40,51 @@ def check_shape() -> None:
     expect_parameters(_HarnessRolloutLoop._run_session, ("self", "prompt", "group_id"))
     expect_parameters(_HarnessRolloutLoop._score_group, ("self", "group"))
     expect_parameters(AsyncRolloutWorker.check_health, ("self", "stale_after_s"))
-    expect_parameters(AsyncRolloutWorker.update_model_version, ("self", "model_version"))
+    expect_source(_HarnessRolloutLoop._run_session, "self._factory.create(prompt, seed=seed, episode_id=rollout_id)")
     expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
     expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
     expect_source(AsyncRolloutWorker.stop, "self._stop_event_mp.set()", "self._process.join(timeout=15)")
 
 
+class KeepSession:
+    """A session factory that remembers the session that the calling thread created last."""
+
+    def __init__(self, factory: Any):
+        self._factory, self._last = factory, threading.local()
+
+    def create(self, *args: Any, **kwargs: Any) -> Any:
+        self._last.session = None
+        self._last.session = self._factory.create(*args, **kwargs)
+        return self._last.session
+
+    def call_times(self) -> tuple[float, float]:
+        """That session's first and last model call in Unix seconds, NaN where it knows none."""
+        return self._last.session.call_times or (math.nan, math.nan)
+
+
 class RolloutLoop(_HarnessRolloutLoop):
-    """Runs in the child. The shared version is stored doubled; an odd value says that a sync is under way."""
+    """Runs in the child."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self._sampled: dict[str, tuple[int, int]] = {}  # rollout id -> shared version before and after
+        self._factory = KeepSession(self._factory)
+        self._called: dict[str, tuple[float, float]] = {}  # rollout id -> first and last model call
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    @property
-    def model_version(self) -> int:
-        return int(self._model_version_value.value) // 2
-
     def _run_session(self, prompt: Any, group_id: int = 0) -> Any:
-        before = int(self._model_version_value.value)
         result, metrics = super()._run_session(prompt, group_id)
         for sequence in result[2][:1]:
-            self._sampled[sequence.rollout_id] = (before, int(self._model_version_value.value))
+            self._called[sequence.rollout_id] = self._factory.call_times()
         return result, metrics
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
         rollouts = [(i, seq) for i, sequences in enumerate(group.completions_sequences) for seq in sequences]
-        versions = {seq.rollout_id: self._sampled.pop(seq.rollout_id, (-1, -1))
-                    for _, seq in rollouts if seq.rollout_id in self._sampled}
+        called = {rollout_id: self._called.pop(rollout_id) for rollout_id in {seq.rollout_id for _, seq in rollouts}}
         for sample, (i, seq) in zip(samples, rollouts, strict=True):
-            before, after = versions[seq.rollout_id]
+            first, last = called[seq.rollout_id]
             sample.metrics |= {ROW + "rollout": float(i), ROW + "tool_calls": float(group.tool_call_counts[i]),
-                               ROW + "version": float(before // 2),
-                               ROW + "one_version": float(before == after and before % 2 == 0)}
+                               ROW + "first_call": first, ROW + "last_call": last}
         kept = [sample for sample in samples if not math.isnan(sample.metrics["reward"])]
         graded = {sample.metrics[ROW + "rollout"] for sample in kept}
         if not kept:
@@ -103,17 +113,6 @@ class RolloutWorker(HarnessRolloutWorker):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._stopped = threading.Event()
-
-    @property
-    def model_version(self) -> int:
-        return int(self._model_version_value.value) // 2
-
-    def update_model_version(self, model_version: int) -> None:
-        self._model_version_value.value = 2 * model_version
-
-    def begin_sync(self) -> None:
-        """The engine's weights are about to change: rollouts that run now belong to no single version."""
-        self._model_version_value.value |= 1
 
     def start(self) -> None:
         super().start()

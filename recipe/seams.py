@@ -1,13 +1,14 @@
 """The places where OpenEnv and Harbor are extended, each checked to have the shape this recipe was written for.
 
     check()             # raises SeamError that names file, version and what was expected
-    install(settings, url)   # after check(): the OpenCode seam, the sandbox, the limits
+    install(settings, url, calls)   # after check(): the OpenCode seam, the sandbox, the limits, the call times
 
 OpenEnv has no option for these, so module globals are replaced that it looks up at call time:
 
     openenv/harbor/seams.py    SEAMS["opencode"]: our agent class, the session key as x-api-key, the lean settings,
                                one tool list and one model name in training and evaluation
     openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only
+                               run_rollout: the times of its model calls travel with its result
     openenv/harbor/environment.py  _ROLLOUT_TIMEOUT_S: the longest rollout that the server waits for
     openenv/core/harness/capture/sessions.py  evaluation_sampling: the whole policy, as in training
 """
@@ -17,12 +18,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
 from recipe import opencode_binary
+from recipe.call_times import CallTimes
 from recipe.config import Settings
 from recipe.opencode_settings import LEAN_CONFIG, LEAN_ENV
 
@@ -75,6 +77,10 @@ def check() -> None:
     _same("openenv", serving, "parameters of build_app", APP_PARAMETERS, _parameters(serving.build_app))
     _same("openenv", serving, "CaptureServer's app and registry", True,
           "app" in inspect.getsource(CaptureServer.__init__) and isinstance(CaptureServer.registry, property))
+    _same("openenv", environment, "run_rollout is looked up at each rollout", True,
+          "from .rollout import run_rollout as _run" in inspect.getsource(environment.HarborEnvironment._run_rollout))
+    _same("openenv", rollout, "run_rollout takes on_session_created", True,
+          "on_session_created" in _parameters(rollout.run_rollout))
     _same("openenv", environment, "_ROLLOUT_TIMEOUT_S is seconds", True,
           isinstance(getattr(environment, "_ROLLOUT_TIMEOUT_S", None), (int, float)))
     _same("openenv", sessions, "evaluation_sampling is called by SessionRegistry.create", True,
@@ -88,13 +94,15 @@ def check() -> None:
           _parameters(OpenCode.install))
 
 
-def install(settings: Settings, capture_url: str) -> None:
-    """Replaces the globals above for this process. `capture_url` is the capture proxy's as sandboxes know it."""
+def install(settings: Settings, capture_url: str, calls: CallTimes) -> None:
+    """Replaces the globals above for this process. `capture_url` is the capture proxy's as sandboxes know it; `calls`
+    must stand in front of that proxy."""
     from openenv.core.harness.capture import sessions
     from openenv.harbor import environment, rollout, seams
 
     seams.SEAMS["opencode"] = opencode_seam(seams.SEAMS["opencode"], settings)
     rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings, capture_url)
+    rollout.run_rollout = timed_rollout(rollout.run_rollout, calls)
     environment._ROLLOUT_TIMEOUT_S = float(settings.agent_timeout + SETUP_TIMEOUT_S)
     sessions.evaluation_sampling = whole_policy(sessions.evaluation_sampling)
 
@@ -159,6 +167,30 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_
         return config.model_copy(update={"environment": local})
 
     return build_trial_config
+
+
+def timed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes) -> Callable[..., Awaitable[Any]]:
+    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were."""
+
+    async def run_rollout(*, on_session_created: Callable[[str], None] | None = None, **arguments: Any) -> Any:
+        sessions: list[str] = []
+
+        def created(session_id: str) -> None:
+            sessions.append(session_id)
+            calls.begin(session_id)
+            if on_session_created is not None:
+                on_session_created(session_id)
+
+        times: dict[str, float] = {}
+        try:
+            result = await stock(on_session_created=created, **arguments)
+        finally:  # also when the rollout's client leaves
+            for session_id in sessions:
+                times = calls.end(session_id)
+        result.phase_timings |= times
+        return result
+
+    return run_rollout
 
 
 def local_sandbox_kwargs(settings: Settings, capture_url: str) -> dict[str, Any]:

@@ -61,8 +61,10 @@ def test_right_answer_gives_reward_and_the_sampled_tokens(server, engine: Script
     task = tasks[0]
     engine.script = bash_then_answer(f"{task.pipeline} > /workdir/answer.txt", answer="The answer is written.")
     session = session_for(factory, task)
-    assert isinstance(session, TrainableSession)
+    assert isinstance(session, TrainableSession) and session.call_times is None
+    started = time.time()
     session.wait_for_completion()
+    ended = time.time()
     trace = session.fetch_training_trace()
     verdict = session.verify([])
     session.close()
@@ -71,6 +73,8 @@ def test_right_answer_gives_reward_and_the_sampled_tokens(server, engine: Script
     assert session.result.atif == "match", "Harbor's own record of the agent must agree with the capture"
     assert session.result.findings == []
     assert len(trace.turns) == 2
+    first, last = session.call_times
+    assert started < first < last < ended, "the agent calls the model after its start, and the verifier runs after it"
     requests = engine.agent_requests()
     assert len(requests) == 2, "a title call or a retry reached the engine"
     last = trace.turns[-1]

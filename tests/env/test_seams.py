@@ -13,6 +13,7 @@ from openenv.harbor import environment, rollout
 from openenv.harbor import seams as stock_seams
 
 from recipe import seams
+from recipe.call_times import CallTimes
 from recipe.config import Settings
 
 URL = "http://127.0.0.1:8000/capture"
@@ -28,11 +29,12 @@ def trial(settings, tmp_path, monkeypatch):
     """Builds trial configurations as a rollout does, with the seams installed; keyword arguments override."""
     monkeypatch.setitem(stock_seams.SEAMS, "opencode", stock_seams.SEAMS["opencode"])
     monkeypatch.setattr(rollout, "build_trial_config", rollout.build_trial_config)
+    monkeypatch.setattr(rollout, "run_rollout", rollout.run_rollout)
     monkeypatch.setattr(environment, "_ROLLOUT_TIMEOUT_S", environment._ROLLOUT_TIMEOUT_S)
     monkeypatch.setattr(sessions, "evaluation_sampling", sessions.evaluation_sampling)
 
     def build(settings=settings, url=URL, **more):
-        seams.install(settings, url)
+        seams.install(settings, url, CallTimes())
         arguments = dict(task_dir=tmp_path, harness="opencode", sandbox=settings.sandbox, intercept_url=URL,
                          session_id="the-key", model="adapter-17", trial_name="t", trials_dir=tmp_path)
         return rollout.build_trial_config(**arguments | more)

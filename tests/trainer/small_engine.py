@@ -10,7 +10,9 @@ import copy
 import json
 import os
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,10 +33,15 @@ class SmallEngine:
     def __init__(self, model: torch.nn.Module):
         self.model, self.lock, self.received, self.calls = copy.deepcopy(model).eval(), threading.Lock(), 0, []
         self.served: list[dict[str, torch.Tensor]] = []  # weights after each sync
+        self.running = threading.Event()  # cleared while paused: calls wait, as they do in vLLM
+        self.running.set()
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                if self.path == "/received":
+                    self.reply({"received": engine.received})
+                    return
                 self.reply({"vllm_config": {"lora_config": None, "weight_transfer_config": {"backend": "file"}}})
 
             def do_POST(self) -> None:
@@ -66,9 +73,14 @@ class SmallEngine:
 
     def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/sample":
-            with self.lock:
-                return self.sample(body["prompt"])
+            return self.when_running(lambda: self.sample(body["prompt"]))
         self.calls.append(path)
+        if path.startswith("/pause"):
+            self.running.clear()
+            with self.lock:  # a call under way ends first
+                return {}
+        if path == "/resume":
+            self.running.set()
         if path == "/update_weights":
             tensors = load_file(body["update_info"]["path"])
             with self.lock:
@@ -76,6 +88,13 @@ class SmallEngine:
                 self.served.append(tensors)
         self.received += path == "/finish_weight_update"
         return {}
+
+    def when_running(self, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        while True:
+            self.running.wait()
+            with self.lock:
+                if self.running.is_set():
+                    return function()
 
     @torch.no_grad()
     def sample(self, prompt: list[int]) -> dict[str, Any]:
@@ -90,17 +109,27 @@ class SmallEngine:
 
 @dataclass(eq=False)  # TRL keeps sessions in a set
 class SmallSession:
-    """TrainableSession of two sampled turns with one tool call each; `fate` says how the rollout ends."""
+    """TrainableSession of two sampled turns with one tool call each; `fate` says how the rollout goes.
+
+    "boots 2": the first call is made after the engine's second sync; "spans 3": the second after its third.
+    """
 
     url: str
     task: int
     fate: str
+    call_times: tuple[float, float] | None = None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
         if self.fate == "fails":
             raise RuntimeError("the sandbox did not start")
         self.turns, prompt = [], [1, 6, 8 + self.task]
-        for _ in range(2):
+        when, _, syncs = self.fate.partition(" ")
+        if when == "boots":
+            self.wait_for_syncs(int(syncs))
+        first = time.time()
+        for turn in range(2):
+            if turn == 1 and when == "spans":
+                self.wait_for_syncs(int(syncs))
             drawn = requests.post(f"{self.url}/sample", json={"prompt": prompt}, timeout=60).json()
             call = {"function": {"name": "bash", "arguments": "{}"}}
             self.turns.append(TrainingTurn(
@@ -109,7 +138,15 @@ class SmallSession:
                 request={"messages": []}, response={"choices": [{"message": {"content": "", "tool_calls": [call]}}]}))
             # a tool result follows; with "forks" the second turn rewrites the history instead of appending to it
             prompt = [1, 6, 9] if self.fate == "forks" else prompt + drawn["ids"] + [6, 10]
+        self.call_times = (first, time.time())
         return 0
+
+    def wait_for_syncs(self, number: int) -> None:
+        deadline = time.monotonic() + 120
+        while requests.get(f"{self.url}/received", timeout=60).json()["received"] < number:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the engine did not receive {number} syncs")
+            time.sleep(0.05)
 
     def fetch_training_trace(self) -> TrainingTrace:
         return TrainingTrace(turns=self.turns)

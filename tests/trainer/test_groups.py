@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 
 import pytest
@@ -20,13 +21,21 @@ from recipe.groups import (
     row_health,
 )
 from recipe.rollout_worker import ROW
+from recipe.sync_log import SyncLog
+
+# Version v came at 10 v, when the engine was paused for two seconds: one to stop it, one to replace the weights.
+SYNCS = SyncLog()
+for number in range(1, 7):
+    SYNCS.add(10.0 * number, 10.0 * number + 1, number)
 
 
 def sample(group: int, rows: int, tokens: int = 6, trained: int = 2, version: int = 1, rollout: int = 0,
-           one_version: bool = True) -> RolloutSample:
+           calls: tuple[float, float] | None = None) -> RolloutSample:
+    """A row dispatched under `version`; its model is called at the times `calls`, soon after by default."""
+    first, last = calls or (10.0 * version + 3, 10.0 * version + 5)
     mask = [0] * (tokens - trained) + [1] * trained
     metrics = {"reward": 1.0, ROW + "rows": rows, ROW + "rollout": rollout, ROW + "tool_calls": 3.0,
-               ROW + "version": version, ROW + "one_version": one_version}
+               ROW + "first_call": first, ROW + "last_call": last}
     return RolloutSample(prompt=[], completion=[], input_ids=list(range(tokens)), completion_mask=mask,
                          old_log_probs=[-0.5] * tokens, advantage=1.0, model_version=version, group_id=group,
                          metrics=metrics)
@@ -36,7 +45,7 @@ def stream(rows: list[RolloutSample], version: int = 1, check=lambda: None, **mo
     rows_queue: queue.Queue = queue.Queue()
     for row in rows:
         rows_queue.put(row)
-    return GroupStream(rows_queue, lambda: version, check, max_staleness=4, done=set(), **{
+    return GroupStream(rows_queue, lambda: version, check, max_staleness=4, done=set(), syncs=SYNCS, **{
         "on_skip": lambda reason: None, **more})
 
 
@@ -89,7 +98,7 @@ def test_weights_make_the_loss_the_mean_over_the_groups_tokens(token_budget):
     """TRL takes the token mean of each row; weighted, their sum is the token mean of the group however it is cut."""
     group = [vars_of(sample(0, 4, tokens=n, trained=t, rollout=i)) for i, (n, t) in enumerate(
         [(6, 2), (5, 4), (9, 1), (4, 3)])]
-    batch = GroupCollator(pad_token_id=0, token_budget=token_budget, version=lambda: 1).torch_call([group])
+    batch = GroupCollator(pad_token_id=0, token_budget=token_budget, version=lambda: 1, syncs=SYNCS).torch_call([group])
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(4, 16, generator=generator)  # a loss for each rollout's token
     total = 0.0
@@ -107,16 +116,30 @@ def vars_of(made: RolloutSample) -> dict:
     return {name: getattr(made, name) for name in RolloutSample.__slots__}
 
 
-def test_fresh_means_one_version_and_the_trained_one():
-    def fresh(version, one_version):
-        return row_health(vars_of(sample(0, 1, version=version, one_version=one_version)), 3)
-    assert fresh(3, True).fresh and fresh(3, True).staleness == 0
-    assert not fresh(3, False).fresh
-    assert not fresh(2, True).fresh and fresh(2, True).staleness == 1
+@pytest.mark.parametrize(("first", "last", "fresh", "staleness"), [
+    (33, 39.9, True, 0),  # wholly under version 3
+    (31, 38, True, 0),  # arrived while the engine was paused for version 3: waited for it
+    (30.5, 38, False, 1),  # arrived before the pause was confirmed: may have begun under version 2
+    (29, 38, False, 1),  # spans the sync
+    (33, 40.5, False, 0),  # ended after the next pause was asked for
+    (22, 29, False, 1),  # wholly under version 2
+    (math.nan, math.nan, False, 2),  # unknown: as old as its dispatch, version 1
+    (5, 38, False, 2),  # before the first sync
+])
+def test_fresh_means_that_the_trained_version_sampled_all_of_it(first, last, fresh, staleness):
+    health = row_health(vars_of(sample(0, 1, version=1, calls=(first, last))), 3, SYNCS)
+    assert (health.fresh, health.staleness) == (fresh, staleness)
+
+
+def test_age_of_a_group_is_that_of_its_oldest_rollout():
+    late, early = sample(0, 2, version=1, calls=(53, 55)), sample(0, 2, version=1, calls=(13, 55))
+    groups = stream([late, late, early, late, sample(1, 1, version=6)], version=6)
+    assert [next(iter(groups))[0]["group_id"] for _ in range(2)] == [0, 1]
+    assert groups.skipped == {"stale": 1, "ungraded": 0}
 
 
 def test_ratio_of_each_packed_sequence():
-    collator = GroupCollator(pad_token_id=0, token_budget=100, version=lambda: 1)
+    collator = GroupCollator(pad_token_id=0, token_budget=100, version=lambda: 1, syncs=SYNCS)
     group = [vars_of(sample(0, 2, tokens=5, trained=2)), vars_of(sample(0, 2, tokens=4, trained=3, rollout=1))]
     (row,) = collator.torch_call([group])["rows"]
     log_probs = torch.full((8,), -0.5)  # as sampled, ratio 1 ...

@@ -27,8 +27,9 @@ from recipe.rollout_worker import RolloutLoop
 from recipe.weight_sync import merged_parameters
 
 REPO = Path(__file__).parents[2]
-# Group 0 forks and has an ungraded rollout, group 1 cannot run at all, group 2 is plain.
-FATES = {0: ["forks", "runs", "ungraded", "runs"], 1: ["fails"], 2: ["runs"]}
+# Group 0 forks and has an ungraded rollout, group 1 cannot run at all. Group 2 is started before group 0 is trained
+# and calls the model after that (the start weights are the first sync). Two rollouts of group 3 span the third sync.
+FATES = {0: ["forks", "runs", "ungraded", "runs"], 1: ["fails"], 2: ["boots 2"], 3: ["runs", "spans 3"]}
 
 
 def steps_of(run: Path) -> list[dict]:
@@ -74,7 +75,7 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     base = small_model()
     with SmallEngine(base) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
-        sessions = SmallSessions(engine.url, tasks=3, fates=FATES, log=tmp_path / "sessions")
+        sessions = SmallSessions(engine.url, tasks=4, fates=FATES, log=tmp_path / "sessions")
         assert train_lora.train(settings, "auto", sessions) == 0
         first = steps_of(tmp_path)
         served = engine.served
@@ -97,7 +98,9 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     fresh = [row for s in first for row in s["group_rows"] if row["fresh"]]
     assert fresh and all(abs(row["ratio"] - 1) < 1e-4 for row in fresh), [row["ratio"] for row in fresh]
     assert first[0]["fresh_rows"] == 4 and first[0]["staleness_max"] == 0
-    assert all(row["staleness"] > 0 for s in first for row in s["group_rows"] if not row["fresh"])
+    # ... also when they were started under older weights: what counts is when the model was called
+    assert first[1]["fresh_rows"] == 4 and first[1]["staleness_max"] == 0
+    assert first[2]["fresh_rows"] == 0 and [row["staleness"] for row in first[2]["group_rows"]] == [1] * 4
 
     # the engine got the start weights and one sync a step, each base + scaling * B @ A
     assert len(served) >= 4 and engine.received == len(engine.served)

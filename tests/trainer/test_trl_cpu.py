@@ -79,7 +79,6 @@ def changed(*_, **__):
     (rollout_worker._HarnessRolloutLoop, "_run_session", rollout_worker.check_shape),
     (rollout_worker._HarnessRolloutLoop, "_score_group", rollout_worker.check_shape),
     (rollout_worker.AsyncRolloutWorker, "check_health", rollout_worker.check_shape),
-    (rollout_worker.AsyncRolloutWorker, "update_model_version", rollout_worker.check_shape),
     (rollout_worker.AsyncRolloutWorker, "start", rollout_worker.check_shape),
     (rollout_worker.AsyncRolloutWorker, "stop", rollout_worker.check_shape),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
