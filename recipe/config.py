@@ -123,6 +123,8 @@ class Settings:
     prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM prefix caching; stale after a weight update")
     # guarding, saving, evaluating
     save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval", "steps", at_least(1), 10)
+    resume: str = knob("auto", "RESUME", "auto: go on at the newest whole checkpoint in RUN_DIR or ADAPTER_REPO; "
+                       "never: start anew", check=one_of("auto", "never"))
     stall_limit: int = knob(1800, "STALL_LIMIT", "time without progress before the watchdog stops the run", "s",
                             at_least(5), 600)
     eval_concurrency: int = knob(32, "EVAL_CONCURRENCY", "evaluation rollouts that run at once", "rollouts",

@@ -29,8 +29,8 @@ job_begin() {
   mkdir -p "$RUN_DIR/logs"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
   LOGS=$RUN_DIR/logs
-  RESUME="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
-  if [[ $PRESET == local ]]; then RESUME+=' --local'; fi
+  RESUME_WITH="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
+  if [[ $PRESET == local ]]; then RESUME_WITH+=' --local'; fi
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
   rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"
@@ -64,7 +64,7 @@ sweep_sandboxes() {
 # shellcheck disable=SC2317,SC2329 # called by the traps
 job_signal() {
   if [[ -e $RUN_DIR/stalled.json ]]; then job_stalled; fi
-  say "got SIG$1 in step $JOB_STEP: stopping. Resume with: $RESUME" >&2
+  say "got SIG$1 in step $JOB_STEP: stopping. Resume with: $RESUME_WITH" >&2
   exit "$2"
 }
 
@@ -106,7 +106,7 @@ job_setup() {
 
 start_watchdog() {
   step watchdog "guarding the run: ${STALL_LIMIT} s without progress in training end it"
-  start_process watchdog python3 -m recipe.watchdog --run-dir "$RUN_DIR" --pid "$$" --resume "$RESUME"
+  start_process watchdog python3 -m recipe.watchdog --run-dir "$RUN_DIR" --pid "$$" --resume "$RESUME_WITH"
 }
 
 # start_policy train|eval: train takes weight updates, eval is the pristine base that adapters can be loaded into.

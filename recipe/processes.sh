@@ -3,7 +3,7 @@
 #
 # Each process is the leader of a session of its own, so that whatever it starts can be found and ended with it. A
 # server that dies ends the job at once with its name and the end of its log. Bash >= 4.4, Linux (/proc).
-# Reads RUN_DIR, LOGS, RESUME and JOB_STEP, and calls say, die and job_stalled of recipe/job.sh.
+# Reads RUN_DIR, LOGS, RESUME_WITH and JOB_STEP, and calls say, die and job_stalled of recipe/job.sh.
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
@@ -56,7 +56,7 @@ process_died() {
   show_log "$1" >&2
   forget "$1"
   die "$EXIT_UNAVAILABLE" "process '$1' (pid $pid) ended with code $2 during step $JOB_STEP. Its log: $LOGS/$1.log
-  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME"
+  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME_WITH"
 }
 
 # check_servers [EXCEPT]: ends the job when any process but EXCEPT has died.
@@ -104,7 +104,7 @@ step_failed() {
   fi
   show_log "$1" >&2
   die "$code" "step '$1' $how. Its log: $LOGS/$1.log
-  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME"
+  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME_WITH"
 }
 
 # http_ok PORT PATH: does 127.0.0.1:PORT answer 200? Plain bash, because images without curl exist.

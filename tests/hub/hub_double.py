@@ -231,6 +231,8 @@ class HubHandler(BaseHTTPRequestHandler):
 
     # -- routes ------------------------------------------------------------------------------------------------
     def route(self, path: str) -> None:
+        if self.headers.get("Authorization") and self.role() is None:
+            raise HttpError(401, "Invalid credentials in Authorization header")
         for pattern, method in ROUTES:
             if match := re.fullmatch(pattern, path):
                 return getattr(self, method)(**match.groupdict())
@@ -265,11 +267,15 @@ class HubHandler(BaseHTTPRequestHandler):
                         "siblings": [{"rfilename": p} for p in commit.tree]})
 
     def preupload(self, kinds: str, name: str, revision: str) -> None:
-        self.find(KINDS[kinds], name, write=True)
-        self.send(200, {"files": [
-            {"path": f["path"], "shouldIgnore": False, "oid": None,
-             "uploadMode": "lfs" if f["size"] > 5_000 or f["path"].endswith((".safetensors", ".pt", ".pth"))
-             else "regular"} for f in self.json()["files"]]})
+        there = self.commit_of(self.find(KINDS[kinds], name, write=True), revision)
+        answers = []
+        for file in self.json()["files"]:
+            path, content = file["path"], there.tree.get(file["path"])
+            mode = "lfs" if file["size"] > 5_000 or path.endswith((".safetensors", ".pt", ".pth")) else "regular"
+            oid = content and (hashlib.sha256(content).hexdigest() if path in there.lfs else
+                               hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
+            answers.append({"path": path, "shouldIgnore": False, "oid": oid, "uploadMode": mode})
+        self.send(200, {"files": answers})
 
     def lfs_batch(self, name: str, kinds: str | None = None) -> None:
         self.find(KINDS[kinds or "models"], name, write=True)

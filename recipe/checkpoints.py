@@ -1,0 +1,108 @@
+"""Checkpoints that can be trusted: sealed by a manifest, compared with the settings, found again after any crash.
+
+The trainer's checkpoint-N holds the adapter (adapter_model.safetensors, adapter_config.json, the tokenizer) and, in
+files of their own, the state of the training (optimizer, scheduler, random numbers, position in the tasks). `seal` adds
+
+    settings.json    the settings that it was trained with
+    manifest.json    size and SHA-256 of every file; written last, atomically
+
+A folder without a manifest that fits was cut off while it was written, and is never resumed from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from recipe.config import Settings
+from recipe.watchdog import write_atomic
+
+MANIFEST = "manifest.json"
+SETTINGS = "settings.json"
+NAME = re.compile(r"checkpoint-(\d+)")
+# Not needed to resume: a pickle of our own arguments, and PEFT's empty model card.
+LEFT_OUT = ("training_args.bin", "README.md", MANIFEST)
+# A resumed run may differ in these: how long, where and how fast it runs, and how it is watched and evaluated.
+FREE = {
+    "preset", "resume", "adapter_repo", "max_steps", "n_tasks", "max_inflight", "token_budget", "attention", "sandbox",
+    "sandbox_runtime", "keep_sandbox", "opencode_integrity", "engine", "public_port", "policy_port", "policy_host",
+    "policy_gpu", "env_port", "gpu_memory_utilization", "prefix_caching", "save_steps", "stall_limit",
+    "eval_concurrency", "eval_retries", "eval_poll", "eval_idle_limit", "trackio_project", "trackio_space", "run_dir",
+    "cache_dir",
+}
+
+
+class CheckpointError(RuntimeError):
+    """The newest checkpoint must not be resumed from; the message says why and what to do."""
+
+
+def step_of(folder: Path) -> int:
+    return int(NAME.fullmatch(folder.name)[1])
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as the manifest has them."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def training_settings(settings: Settings) -> dict[str, Any]:
+    """The settings that make the policy what it is, in JSON's types. A local model counts by its folder's name."""
+    values = {name: value for name, value in settings.as_dict().items() if name not in FREE}
+    if Path(settings.model).is_dir():
+        values["model"] = Path(settings.model).name
+    return json.loads(json.dumps(values))
+
+
+def seal(folder: Path, settings: Settings) -> Path:
+    """Adds settings and manifest to a checkpoint that was written to its end."""
+    write_atomic(folder / SETTINGS, json.dumps(training_settings(settings), indent=1) + "\n")
+    files = {path.name: file_record(path) for path in sorted(folder.iterdir())
+             if path.is_file() and path.name not in LEFT_OUT and not path.name.startswith(".")}
+    write_atomic(folder / MANIFEST, json.dumps({"step": step_of(folder), "files": files}, indent=1) + "\n")
+    return folder
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None when every file is as the manifest says."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return "it was not written to its end"
+    for name, record in manifest["files"].items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if file_record(folder / name) != record:
+            return f"{name} is not what its manifest says"
+    return None
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint in `root` with the most steps that is whole; says which ones were passed over."""
+    found = sorted((p for p in root.glob("checkpoint-*") if NAME.fullmatch(p.name)), key=step_of, reverse=True)
+    for folder in found:
+        wrong = damage(folder)
+        if wrong is None:
+            return folder
+        print(f"WARN {folder.name} is passed over: {wrong}", flush=True)
+    return None
+
+
+def check_settings(folder: Path, settings: Settings) -> None:
+    """Raises CheckpointError when the checkpoint was trained with other settings, and names them."""
+    now, then = training_settings(settings), json.loads((folder / SETTINGS).read_text())
+    lines = [f"  {name.upper()}: {then[name]!r} in the checkpoint, {now[name]!r} now"
+             for name in now if name in then and then[name] != now[name]]
+    if lines:
+        raise CheckpointError(
+            f"{folder.name} was trained with other settings:\n" + "\n".join(lines) + "\nSet them as they were to go "
+            "on, or start anew with RESUME=never and another RUN_DIR (and ADAPTER_REPO).")

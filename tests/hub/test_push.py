@@ -1,0 +1,206 @@
+"""Checkpoints to the Hub and back, with everything going wrong on the way that does in practice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from recipe import checkpoints
+from recipe import hub as recipe_hub
+from recipe.config import Settings
+from recipe.hub import CheckpointPusher, HubError, fetch_newest
+
+REPO = "me/adapter"
+ADAPTER, STATE = b"adapter" * 3000, b"optimizer" * 3000
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(recipe_hub, "FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def pusher(hub):
+    pusher = CheckpointPusher(REPO)
+    yield pusher
+    pusher.abandon()
+
+
+@pytest.fixture
+def settings(tmp_path) -> Settings:
+    return dataclasses.replace(Settings.load({}), run_dir=str(tmp_path))
+
+
+def checkpoint(root: Path, step: int, settings: Settings, mark: bytes = b"") -> Path:
+    folder = root / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    contents = {"adapter_model.safetensors": ADAPTER + mark, "adapter_config.json": b"{}", "optimizer.pt": STATE + mark,
+                "trainer_state.json": json.dumps({"global_step": step}).encode(), "training_args.bin": b"pickle",
+                "README.md": b"---", "rollout_state.json": b"{}"}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return checkpoints.seal(folder, settings)
+
+
+def test_one_commit_a_checkpoint_with_the_newest_adapter_at_the_root(hub, pusher, settings, tmp_path):
+    assert pusher.open() == set() and hub.repo(REPO).private
+    for step in (100, 200):
+        pusher.push(checkpoint(tmp_path, step, settings, str(step).encode()))
+    pusher.finish()
+    repo = hub.repo(REPO)
+    assert [c.message for c in repo.commits] == ["initial commit", "checkpoint-100", "checkpoint-200"]
+    files = repo.files()
+    assert files["adapter_model.safetensors"] == ADAPTER + b"200" == files["checkpoint-200/adapter_model.safetensors"]
+    assert repo.commits[1].tree["adapter_model.safetensors"] == ADAPTER + b"100"
+    manifest = json.loads(files["checkpoint-100/manifest.json"])
+    assert manifest["step"] == 100
+    assert set(manifest["files"]) == {"adapter_model.safetensors", "adapter_config.json", "optimizer.pt",
+                                      "trainer_state.json", "rollout_state.json", "settings.json"}
+    assert {p.split("/")[1] for p in files if p.startswith("checkpoint-100/")} == {*manifest["files"], "manifest.json"}
+    assert "optimizer.pt" not in files, "who wants the adapter does not download the optimizer"
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, 412, "reset", "cut"])
+def test_faults_that_pass_lose_nothing(hub, pusher, settings, tmp_path, fault):
+    pusher.open()
+    hub.fail(2, fault, "/commit/")
+    hub.fail(1, fault if fault != 412 else 500, "PUT /lfs/")
+    pusher.push(checkpoint(tmp_path, 100, settings))
+    pusher.finish()
+    assert hub.count("POST .*/commit/") == 3 and len(hub.repo(REPO).commits) == 2
+    assert checkpoints.damage(fetch_newest(REPO, tmp_path / "back")) is None
+
+
+def test_a_lasting_outage_ends_the_run_and_names_the_commands(hub, pusher, settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recipe_hub, "ATTEMPTS", 2)
+    pusher.open()
+    outage = hub.fail(10_000, 503, "/commit/")
+    for step in (100, 200):
+        pusher.push(checkpoint(tmp_path, step, settings))
+        pusher._wait()
+    with pytest.raises(HubError) as error:
+        pusher.check()
+    for step in (100, 200):
+        assert f"hf upload {REPO} {tmp_path}/checkpoint-{step} checkpoint-{step}" in str(error.value)
+        assert checkpoints.damage(tmp_path / f"checkpoint-{step}") is None
+    assert "attempt 1 of 2 failed" in capsys.readouterr().out
+    outage.times = 0
+    pusher.finish()  # the Hub is back before the end: what failed is pushed, oldest first
+    assert [c.message for c in hub.repo(REPO).commits[1:]] == ["checkpoint-100", "checkpoint-200"]
+
+
+def test_a_push_does_not_hold_the_step(hub, pusher, settings, tmp_path):
+    pusher.open()
+    with hub.lock:  # the Hub answers nothing
+        before = threading.active_count()
+        pusher.push(checkpoint(tmp_path, 100, settings))
+        pusher.check()
+        assert threading.active_count() > before and pusher.running
+    pusher.finish()
+    assert len(hub.repo(REPO).commits) == 2
+
+
+def test_a_token_without_rights_is_refused_before_training_and_at_once_later(hub, settings, tmp_path, monkeypatch):
+    hub.tokens["hf_read"] = "read"
+    hub.repo(REPO)
+    reader = CheckpointPusher(REPO)
+    reader.api.token = "hf_read"
+    with pytest.raises(HubError, match="may not write to me/adapter: give it write permission"):
+        reader.open()
+    reader.push(checkpoint(tmp_path, 100, settings))
+    reader._wait()
+    with pytest.raises(HubError, match="hf upload"):
+        reader.check()
+    assert hub.count("auth-check") == 1, "a refusal is not repeated"
+    reader.abandon()
+    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
+    with pytest.raises(HubError, match="set a token of"):
+        CheckpointPusher(REPO).open()
+
+
+def test_an_older_checkpoint_that_comes_late_leaves_the_root_alone(hub, pusher, settings, tmp_path):
+    pusher.open()
+    for step in (200, 100):
+        pusher.push(checkpoint(tmp_path, step, settings, str(step).encode()))
+    pusher.finish()
+    assert hub.repo(REPO).files()["adapter_model.safetensors"] == ADAPTER + b"200"
+
+
+def test_the_newest_whole_checkpoint_is_fetched(hub, pusher, settings, tmp_path, capsys):
+    assert fetch_newest(REPO, tmp_path / "back") is None, "no repository yet"
+    pusher.open()
+    assert fetch_newest(REPO, tmp_path / "back") is None, "nor a checkpoint"
+    for step in (9, 100, 200, 300):
+        pusher.push(checkpoint(tmp_path, step, settings))
+    pusher.finish()
+    repo = hub.repo(REPO)
+    repo.add("a file is gone", {"checkpoint-300/optimizer.pt": None})
+    repo.add("a file was changed", {"checkpoint-200/optimizer.pt": STATE[::-1]}, {"checkpoint-200/optimizer.pt"})
+    repo.add("no manifest", {"checkpoint-400/optimizer.pt": STATE})
+    back = fetch_newest(REPO, tmp_path / "back")
+    assert back == tmp_path / "back/checkpoint-100" and checkpoints.newest_checkpoint(tmp_path / "back") == back
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoint-100"]
+    out = capsys.readouterr().out
+    assert "checkpoint-300 in me/adapter is passed over: optimizer.pt has 0 bytes" in out
+    assert "checkpoint-200 in me/adapter is passed over: optimizer.pt is not what its manifest says" in out
+    assert fetch_newest(REPO, tmp_path / "back", above=100) is None
+
+
+def test_a_download_survives_faults_and_an_unreachable_hub_starts_nothing(hub, pusher, settings, tmp_path, monkeypatch):
+    pusher.open()
+    pusher.push(checkpoint(tmp_path, 100, settings))
+    pusher.finish()
+    for fault in (503, "reset"):
+        hub.fail(1, fault, "GET .*optimizer.pt")
+        hub.fail(1, fault, "GET /api/models/me/adapter$")
+    assert checkpoints.damage(fetch_newest(REPO, tmp_path / "back")) is None
+    monkeypatch.setattr(recipe_hub, "ATTEMPTS", 2)
+    hub.fail(10_000, 503, "GET /api/")
+    with pytest.raises(HubError, match="looking for checkpoints in me/adapter"):
+        fetch_newest(REPO, tmp_path / "again")
+
+
+def test_a_full_disk_says_so(hub, pusher, settings, tmp_path, monkeypatch):
+    import errno
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pusher.open()
+    pusher.push(checkpoint(tmp_path, 100, settings))
+    pusher.finish()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(HubError, match="No space left on device"):
+        fetch_newest(REPO, tmp_path / "back")
+    assert checkpoints.newest_checkpoint(tmp_path / "back") is None
+
+
+# -- local checkpoints -----------------------------------------------------------------------------------------------
+def test_half_written_checkpoints_are_passed_over(settings, tmp_path):
+    assert checkpoints.newest_checkpoint(tmp_path) is None
+    for step in (9, 10, 100, 200):
+        checkpoint(tmp_path, step, settings)
+    (tmp_path / "checkpoint-200/manifest.json").unlink()
+    (tmp_path / "checkpoint-100/optimizer.pt").write_bytes(STATE[:-1])
+    assert checkpoints.newest_checkpoint(tmp_path).name == "checkpoint-10"
+    (tmp_path / "checkpoint-10/manifest.json").write_text('{"step": 10, "fi')
+    assert checkpoints.newest_checkpoint(tmp_path).name == "checkpoint-9"
+
+
+def test_other_settings_are_refused_by_name(settings, tmp_path):
+    folder = checkpoint(tmp_path, 9, settings)
+    checkpoints.check_settings(folder, dataclasses.replace(settings, max_steps=5, policy_port=1, max_inflight=99))
+    other = dataclasses.replace(settings, lora_r=8, learning_rate=1e-4)
+    with pytest.raises(checkpoints.CheckpointError, match="LORA_R: 32 in the checkpoint, 8 now") as error:
+        checkpoints.check_settings(folder, other)
+    assert "LEARNING_RATE: 1e-06 in the checkpoint, 0.0001 now" in str(error.value)
+    assert str(error.value).count(" in the checkpoint") == 2 and "RESUME=never" in str(error.value)
+
+
+def test_every_free_setting_exists():
+    names = {field.name for field in dataclasses.fields(Settings)}
+    assert names >= checkpoints.FREE
