@@ -103,6 +103,8 @@ class Settings:
     sandbox_runtime: str = knob("auto", "SANDBOX_RUNTIME", "isolation of the local sandbox",
                                 check=one_of("auto", "bwrap", "proot"))
     keep_sandbox: bool = knob(False, "KEEP_SANDBOX", "keep the folders of finished local sandboxes")
+    keep_trials: str = knob("lean", "KEEP_TRIALS", "files of a finished rollout: lean is all but the agent's database, "
+                            "which is over 1 MB each", check=one_of("lean", "full"))
     opencode_version: str = knob("1.18.33", "OPENCODE_VERSION", "version of the agent")
     opencode_integrity: str = knob(
         "sha512-q/t/3p2CTxOT9y2kvjesb/LZab2+1eqlhhWA02Be6mjTtmYtNBcBsrI5yDo4Fw7ZSPBW2oyMIGMNRqiKQjiAWw==",

@@ -8,22 +8,25 @@ OpenEnv has no option for these, so module globals are replaced that it looks up
     openenv/harbor/seams.py    SEAMS["opencode"]: our agent class, the session key as x-api-key, the lean settings,
                                one tool list and one model name in training and evaluation
     openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only
-                               run_rollout: the times of its model calls travel with its result
+                               run_rollout: the times of its model calls travel with its result, and the agent's
+                               database does not stay on disk
     openenv/harbor/environment.py  _ROLLOUT_TIMEOUT_S: the longest rollout that the server waits for
     openenv/core/harness/capture/sessions.py  evaluation_sampling: the whole policy, as in training
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import os
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from recipe import opencode_binary
+from recipe import opencode_binary, trial_files
 from recipe.call_times import CallTimes
 from recipe.config import Settings
 from recipe.opencode_settings import LEAN_CONFIG, LEAN_ENV
@@ -79,8 +82,8 @@ def check() -> None:
           "app" in inspect.getsource(CaptureServer.__init__) and isinstance(CaptureServer.registry, property))
     _same("openenv", environment, "run_rollout is looked up at each rollout", True,
           "from .rollout import run_rollout as _run" in inspect.getsource(environment.HarborEnvironment._run_rollout))
-    _same("openenv", rollout, "run_rollout takes on_session_created", True,
-          "on_session_created" in _parameters(rollout.run_rollout))
+    _same("openenv", rollout, "run_rollout takes trials_dir and on_session_created", True,
+          {"trials_dir", "on_session_created"} <= set(_parameters(rollout.run_rollout)))
     _same("openenv", environment, "_ROLLOUT_TIMEOUT_S is seconds", True,
           isinstance(getattr(environment, "_ROLLOUT_TIMEOUT_S", None), (int, float)))
     _same("openenv", sessions, "evaluation_sampling is called by SessionRegistry.create", True,
@@ -102,7 +105,7 @@ def install(settings: Settings, capture_url: str, calls: CallTimes) -> None:
 
     seams.SEAMS["opencode"] = opencode_seam(seams.SEAMS["opencode"], settings)
     rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings, capture_url)
-    rollout.run_rollout = timed_rollout(rollout.run_rollout, calls)
+    rollout.run_rollout = observed_rollout(rollout.run_rollout, calls, settings.keep_trials)
     environment._ROLLOUT_TIMEOUT_S = float(settings.agent_timeout + SETUP_TIMEOUT_S)
     sessions.evaluation_sampling = whole_policy(sessions.evaluation_sampling)
 
@@ -169,8 +172,10 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_
     return build_trial_config
 
 
-def timed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes) -> Callable[..., Awaitable[Any]]:
-    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were."""
+def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes,
+                     keep_trials: str) -> Callable[..., Awaitable[Any]]:
+    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were, and whose
+    trial's folder is pruned once the result is made, unless `keep_trials` is "full"."""
 
     async def run_rollout(*, on_session_created: Callable[[str], None] | None = None, **arguments: Any) -> Any:
         sessions: list[str] = []
@@ -188,6 +193,8 @@ def timed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes) -> Cal
             for session_id in sessions:
                 times = calls.end(session_id)
         result.phase_timings |= times
+        if keep_trials == "lean" and result.trial_name:
+            await asyncio.to_thread(trial_files.prune, Path(arguments["trials_dir"]) / result.trial_name)
         return result
 
     return run_rollout

@@ -96,6 +96,8 @@ def test_right_answer_gives_reward_and_the_sampled_tokens(server, engine: Script
 
     trial = server.settings.run_path / "trials" / session.result.trial_name
     assert (trial / "result.json").is_file() and (trial / "agent" / "opencode.txt").is_file()
+    size = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
+    assert size < 300_000, "the agent's database stayed"
     assert_nothing_left(server)
 
 

@@ -9,7 +9,7 @@ import pytest
 from openenv.harbor.models import HarborRolloutResult
 
 from recipe.call_times import FIRST_CALL, LAST_CALL, CallTimes
-from recipe.seams import timed_rollout
+from recipe.seams import observed_rollout
 
 
 def request(calls: CallTimes, key: str, app, method: str = "POST", header: bytes = b"x-api-key"):
@@ -86,7 +86,7 @@ def test_result_carries_the_times_and_the_caller_keeps_its_callback():
             await request(calls, "s1", answer)
             return HarborRolloutResult(task_id=task_dir)
 
-        rollout = timed_rollout(stock, calls)
+        rollout = observed_rollout(stock, calls, "full")
         return await rollout(task_dir="t", on_session_created=told.append), told
 
     result, told = asyncio.run(run())
@@ -101,7 +101,7 @@ def test_rollouts_without_a_model_call_have_no_times(sessions):
             on_session_created(session)
         return HarborRolloutResult()
 
-    assert asyncio.run(timed_rollout(stock, CallTimes())()).phase_timings == {}
+    assert asyncio.run(observed_rollout(stock, CallTimes(), "full")()).phase_timings == {}
 
 
 def test_a_rollout_that_is_cancelled_leaves_nothing():
@@ -112,7 +112,7 @@ def test_a_rollout_that_is_cancelled_leaves_nothing():
             on_session_created("s1")
             await asyncio.sleep(3600)
 
-        task = asyncio.create_task(timed_rollout(stock, calls)())
+        task = asyncio.create_task(observed_rollout(stock, calls, "full")())
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
