@@ -92,9 +92,10 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from recipe import attention, lfm2, rollout_worker, trl_cpu
+    from recipe import attention, lfm2, rollout_worker, short_conv, trl_cpu
     from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
     from recipe.group_trainer import GroupGRPOTrainer
+    from recipe.isolation_check import IsolationCallback
     from recipe.weight_sync import transfer_of
 
     run = settings.run_path
@@ -113,8 +114,10 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),
-        callbacks=[heartbeat, metrics, stop], on_skip=heartbeat.on_skip, while_waiting=stop.raise_if_requested)
+        callbacks=[IsolationCallback(), heartbeat, metrics, stop], on_skip=heartbeat.on_skip,
+        while_waiting=stop.raise_if_requested)
     trainer.remove_callback(PrinterCallback)
+    print(f"short convolutions that keep packed sequences apart: {short_conv.isolate(trainer.model)}", flush=True)
     metrics.trainer = trainer
     return trainer, metrics, stop
 
@@ -131,9 +134,6 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     from recipe.callbacks import StopRequested, summary_text
     from recipe.harbor_sessions import HarborSessionFactory
 
-    if settings.token_budget > 0:
-        raise SettingsError(f"TOKEN_BUDGET={settings.token_budget}: sequences packed into a row are not kept apart in "
-                            "the short convolutions. Leave it at 0, which puts one sequence in a row.")
     gpu = torch.cuda.is_available()
     if not gpu:
         # The engine and the agents need the other half; threads that wait for a busy core spin and slow all of them.
