@@ -93,15 +93,32 @@ job_setup() {
     CAPTURE_ADMIN_KEY=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')
   fi
   export CAPTURE_ADMIN_KEY # opens the proxy's management routes; lives in the environment only
-  # With two GPUs the trainer has the first and the policy server the second; with one they share it.
-  local gpus=0
-  if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
+  assign_gpus
+}
+
+# assign_gpus: with several GPUs the policy server has POLICY_GPU (default: the second) and the trainer the first of the
+# others, named in TRAINER_ENV; it must not see more than one, or it would split each row among them. With one GPU, or
+# when POLICY_GPU takes all, they share.
+assign_gpus() {
+  local -a gpus=()
+  local gpu
   TRAINER_ENV=()
-  if ((gpus > 1)) && [[ -z $POLICY_GPU ]]; then
-    export POLICY_GPU=1
-    # shellcheck disable=SC2034 # read by run_job.sh
-    TRAINER_ENV=(CUDA_VISIBLE_DEVICES=0)
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+  elif command -v nvidia-smi >/dev/null; then
+    mapfile -t gpus < <(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
   fi
+  ((${#gpus[@]} > 1)) || return 0
+  export POLICY_GPU=${POLICY_GPU:-${gpus[1]}}
+  # shellcheck disable=SC2034 # read by run_job.sh
+  TRAINER_ENV=(CUDA_VISIBLE_DEVICES="${gpus[0]}")
+  for gpu in "${gpus[@]}"; do
+    if [[ ",$POLICY_GPU," != *",$gpu,"* ]]; then
+      TRAINER_ENV=(CUDA_VISIBLE_DEVICES="$gpu")
+      break
+    fi
+  done
+  say "GPUs: policy server $POLICY_GPU, trainer ${TRAINER_ENV[0]#*=}"
 }
 
 start_watchdog() {

@@ -131,6 +131,28 @@ def test_the_resume_command_fits_the_preset(start):
     assert code == 1 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
 
 
+@pytest.mark.parametrize(("gpus", "env", "policy", "trainer"), [
+    (0, {}, "", ""),
+    (1, {}, "", ""),
+    (2, {}, "1", "0"),
+    (2, {"POLICY_GPU": "0"}, "0", "1"),
+    (4, {"POLICY_GPU": "0,1"}, "0,1", "2"),
+    (2, {"POLICY_GPU": "0,1"}, "0,1", "0"),  # nothing is left for the trainer: shared
+    (8, {"CUDA_VISIBLE_DEVICES": "5,3"}, "3", "5"),
+    (8, {"CUDA_VISIBLE_DEVICES": "5,3", "POLICY_GPU": "5"}, "5", "3"),
+])
+def test_gpus_of_policy_server_and_trainer(start, tmp_path, gpus, env, policy, trainer):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(gpus)))
+    smi.chmod(0o755)
+    given = {"CUDA_VISIBLE_DEVICES": "", "POLICY_GPU": ""} | env
+    code, output = start('assign_gpus\necho "policy=[$POLICY_GPU] trainer=[${TRAINER_ENV[*]}]"\n',
+                         PATH=f"{smi.parent}:{os.environ['PATH']}", **given).end()
+    assert code == 0, output
+    assert f"policy=[{policy}] trainer=[{trainer and f'CUDA_VISIBLE_DEVICES={trainer}'}]" in output
+
+
 @pytest.mark.parametrize("victim", ["policy", "work"])
 def test_kill_9_of_a_process_ends_the_job_and_names_it(start, victim):
     job = start(START + "run_step work sleep 600\n")
