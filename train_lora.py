@@ -16,7 +16,8 @@ Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in t
         $RUN_DIR/trackio, heartbeat.json    dashboard data (`trackio show`), sign of life for the watchdog
 
 Exit codes: 0 done; 64 wrong settings; 69 a server or the rollout worker is gone, or no rollout can be graded;
-143 stopped by SIGTERM after saving a checkpoint. `--resume auto`, the default, goes on at the newest checkpoint.
+143 stopped by SIGTERM after saving a checkpoint. With ADAPTER_REPO every checkpoint is pushed to that repository, and
+RESUME=auto, the default, goes on at the newest whole checkpoint of run folder and repository.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
 
+from recipe import checkpoints, hub
 from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.hub import CheckpointPusher
 
 EXIT_UNAVAILABLE = 69
 EXIT_TERMINATED = 143
@@ -80,20 +84,45 @@ def task_dataset(settings: Settings, sessions):
     return dataset.shuffle(seed=settings.seed) if settings.seed else dataset
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most steps that was written to its end."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name.split("-")[-1].isdigit()
-             and (p / "trainer_state.json").is_file() and (p / "adapter_model.safetensors").is_file()]
-    return max(found, key=lambda p: int(p.name.split("-")[-1]), default=None)
+def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, CheckpointPusher | None]:
+    """The checkpoint to go on from, and the way to the adapter repository; each None when there is none."""
+    root = settings.run_path / "checkpoints"
+    newest = checkpoints.newest_checkpoint(root)
+    pusher, there = None, set()
+    if settings.adapter_repo:
+        pusher = CheckpointPusher(settings.adapter_repo)
+        there = pusher.open()
+    if resume == "never":
+        if newest or there:
+            raise SettingsError(f"RESUME=never, but {newest or settings.adapter_repo} holds checkpoints that a later "
+                                "resume would take for this run's: choose another RUN_DIR or ADAPTER_REPO.")
+        return None, pusher
+    if pusher:
+        newest = hub.fetch_newest(settings.adapter_repo, root, above=checkpoints.step_of(newest) if newest else 0
+                                  ) or newest
+    if newest:
+        checkpoints.check_settings(newest, settings)
+        if pusher and checkpoints.step_of(newest) not in there:
+            pusher.push(newest)  # a crash came between saving and pushing
+    return newest, pusher
 
 
-def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict):
+def adopt(checkpoint: Path, adapter: Path) -> None:
+    """Makes the checkpoint of a run that had all its steps the final adapter."""
+    adapter.mkdir(exist_ok=True)
+    for name in hub.ROOT_FILES:
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, adapter / name)
+
+
+def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict, pusher: CheckpointPusher | None):
     """The trainer with its worker, weight transfer and callbacks."""
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from recipe import attention, lfm2, rollout_worker, short_conv, trl_cpu
     from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
+    from recipe.checkpoint_callback import CheckpointCallback
     from recipe.group_trainer import GroupGRPOTrainer
     from recipe.isolation_check import IsolationCallback
     from recipe.weight_sync import transfer_of
@@ -114,7 +143,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),
-        callbacks=[IsolationCallback(), heartbeat, metrics, stop], on_skip=heartbeat.on_skip,
+        callbacks=[IsolationCallback(), heartbeat, metrics, stop,
+                   CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
         while_waiting=stop.raise_if_requested)
     trainer.remove_callback(PrinterCallback)
     print(f"short convolutions that keep packed sequences apart: {short_conv.isolate(trainer.model)}", flush=True)
@@ -134,6 +164,11 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     from recipe.callbacks import StopRequested, summary_text
     from recipe.harbor_sessions import HarborSessionFactory
 
+    checkpoint, pusher = open_checkpoints(settings, resume)
+    if checkpoint and checkpoints.step_of(checkpoint) >= settings.max_steps:
+        adopt(checkpoint, settings.run_path / "adapter")
+        print(f"{checkpoint.name} has all {settings.max_steps} steps; its adapter is the final one", flush=True)
+        return 0
     gpu = torch.cuda.is_available()
     if not gpu:
         # The engine and the agents need the other half; threads that wait for a busy core spin and slow all of them.
@@ -144,18 +179,23 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     print(f"{len(dataset)} training tasks", flush=True)
     eos = lfm2.eos_token_ids(settings, tokenizer)
     trainer, metrics, stop = build(settings, gpu, tokenizer, dataset,
-                                   worker_arguments(settings, sessions, dataset, tokenizer, eos))
-    checkpoint = newest_checkpoint(settings.run_path / "checkpoints") if resume == "auto" else None
+                                   worker_arguments(settings, sessions, dataset, tokenizer, eos), pusher)
     print(f"resuming from {checkpoint}" if checkpoint else "starting from the base model", flush=True)
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except StopRequested:
         trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+    except hub.HubError:
+        pusher.abandon()
+        raise
     finally:
         stop.uninstall()
     summary = metrics.summary()
     (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(summary_text(summary), flush=True)
+    if pusher:
+        pusher.finish()
     if trainer.state.global_step < settings.max_steps:
         print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
               f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
@@ -168,8 +208,8 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--resume", choices=("auto", "never"), default="auto",
-                        help="auto: go on at the newest checkpoint in $RUN_DIR/checkpoints; never: start anew")
+    parser.add_argument("--resume", choices=("auto", "never"),
+                        help="auto: go on at the newest checkpoint; never: start anew (default: RESUME)")
     args = parser.parse_args(argv)
     try:
         settings = Settings.load()
@@ -178,8 +218,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Settings are wrong, nothing was started:\n{err}", file=sys.stderr)
         return EXIT_USAGE
     try:
-        return train(settings, args.resume)
-    except SettingsError as err:
+        return train(settings, args.resume or settings.resume)
+    except (SettingsError, checkpoints.CheckpointError) as err:
         print(err, file=sys.stderr)
         return EXIT_USAGE
     except Exception as err:

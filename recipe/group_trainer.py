@@ -23,8 +23,10 @@ import torch
 from torch.utils.data import DataLoader
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
+from recipe import task_cursor
 from recipe.groups import GroupCollator, GroupStream, RowHealth, measure_ratio, token_mean
 from recipe.sync_log import SyncLog
+from recipe.task_cursor import ExactCursor
 from recipe.trl_shape import expect_parameters, expect_source
 from recipe.weight_sync import Stream, merged_parameters
 
@@ -44,7 +46,7 @@ def check_shape() -> None:
     expect_source(AsyncGRPOTrainer.get_train_dataloader, "rollout_queue=self.rollout_queue",
                   "groups_trained=self._trained_groups", "self._rollout_dataset = dataset")
     expect_parameters(DataCollatorForRollout.torch_call, ("self", "examples"))
-    expect_source(AsyncGRPOTrainer._save_checkpoint, "next(g for g in itertools.count() if g not in trained)")
+    task_cursor.check_shape()
 
 
 class KeepOutputs:
@@ -58,7 +60,7 @@ class KeepOutputs:
         return self.outputs
 
 
-class GroupGRPOTrainer(AsyncGRPOTrainer):
+class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
     `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts.

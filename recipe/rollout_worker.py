@@ -18,11 +18,13 @@ import multiprocessing.connection
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, RolloutSample
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _HarnessRolloutLoop
 
+from recipe import task_cursor
 from recipe.trl_shape import expect_parameters, expect_source
 
 EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE: a process that the run needs is gone
@@ -42,6 +44,7 @@ def check_shape() -> None:
     expect_parameters(AsyncRolloutWorker.check_health, ("self", "stale_after_s"))
     expect_source(_HarnessRolloutLoop._run_session, "self._factory.create(prompt, seed=seed, episode_id=rollout_id)")
     expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
+    expect_source(_HarnessRolloutLoop._repeat_iterator, "yield group_id, row")
     expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
     expect_source(AsyncRolloutWorker.stop, "self._stop_event_mp.set()", "self._process.join(timeout=15)")
 
@@ -65,8 +68,9 @@ class KeepSession:
 class RolloutLoop(_HarnessRolloutLoop):
     """Runs in the child."""
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, trained_ahead: Sequence[int] = (), **kwargs: Any):
         super().__init__(**kwargs)
+        self._trained_ahead = set(trained_ahead)  # groups that the checkpoint has trained already
         self._factory = KeepSession(self._factory)
         self._called: dict[str, tuple[float, float]] = {}  # rollout id -> first and last model call
         threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -76,6 +80,9 @@ class RolloutLoop(_HarnessRolloutLoop):
         for sequence in result[2][:1]:
             self._called[sequence.rollout_id] = self._factory.call_times()
         return result, metrics
+
+    def _repeat_iterator(self) -> Any:
+        return task_cursor.without(super()._repeat_iterator(), self._trained_ahead)
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)

@@ -22,6 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 import train_lora
+from recipe.checkpoints import newest_checkpoint
 from recipe.config import Settings
 from recipe.rollout_worker import RolloutLoop
 from recipe.weight_sync import merged_parameters
@@ -57,16 +58,6 @@ def test_job_arguments_are_the_recipes(tmp_path):
                     max_completion_length=4096, max_tool_calling_iterations=32, dtype="bfloat16", bf16=True,
                     gradient_checkpointing=True)
     assert {name: arguments[name] for name in expected} == expected
-
-
-def test_newest_checkpoint_is_the_last_whole_one(tmp_path):
-    assert train_lora.newest_checkpoint(tmp_path) is None
-    for step, files in [(9, 2), (10, 2), (100, 1)]:  # checkpoint-100 was cut off while it was written
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        for name in ("trainer_state.json", "adapter_model.safetensors")[:files]:
-            (folder / name).touch()
-    assert train_lora.newest_checkpoint(tmp_path).name == "checkpoint-10"
 
 
 def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
@@ -177,7 +168,7 @@ def test_killed_worker_ends_the_trainer_at_once(tmp_path):
 def test_sigterm_saves_a_checkpoint(tmp_path):
     done, _ = run_and_signal(tmp_path, "SIGTERM", "os.getpid()")
     assert done.returncode == 143, done.stderr[-3000:]
-    assert train_lora.newest_checkpoint(tmp_path / "checkpoints") is not None
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
     assert "The same command goes on from there" in done.stdout
-    adapter = load_file(train_lora.newest_checkpoint(tmp_path / "checkpoints") / "adapter_model.safetensors")
-    assert adapter
+    assert load_file(newest / "adapter_model.safetensors")
