@@ -12,7 +12,6 @@ Standard library only: the same file runs in the image's Python, the trainer's a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import shlex
@@ -22,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe.exits import EXIT_USAGE, Parser
+
 REPO = Path(__file__).resolve().parent.parent
-EXIT_USAGE = 64  # sysexits.h EX_USAGE: wrong input, nothing was started
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
 Check = Callable[[Any], str | None]
 
@@ -78,7 +78,7 @@ class Settings:
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
-                                local=1e-3)
+                                local=5e-4)
     num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
     max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4)
     max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))
@@ -258,7 +258,7 @@ def markdown_table() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("what", choices=("export", "table", "check", "get"))
     parser.add_argument("name", nargs="?", help="with get: the variable to print")
     parser.add_argument("--local", action="store_true", help="use the local preset")
