@@ -32,6 +32,12 @@ def test_the_folder_is_small_and_is_the_local_preset():
     assert Settings.load({}, preset="local").model == str(MODEL)
 
 
+def test_the_tokenizer_is_the_one_its_script_makes(tmp_path):
+    make_tiny.make_tokenizer(0).save_pretrained(tmp_path)
+    for file in tmp_path.iterdir():
+        assert file.read_bytes() == (MODEL / file.name).read_bytes(), file.name
+
+
 def test_special_tokens_have_lfm25s_ids(tokenizer):
     ids = {"<|pad|>": 0, "<|startoftext|>": 1, "<|endoftext|>": 2, "<|im_start|>": 6, "<|im_end|>": 7,
            "<|tool_call_start|>": 10, "<|tool_call_end|>": 11}
