@@ -130,7 +130,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     run = settings.run_path
     lora = lfm2.lora_config(settings)
     print(lfm2.plan_adapter(lfm2.load_config(settings), lora), flush=True)
-    backend = attention.choose(settings.attention)
+    backend, why = attention.choose(settings.attention, settings.dtype)
+    print(why, flush=True)
     print("adjustments to this machine:", ", ".join(trl_cpu.install(backend, gpu)) or "none", flush=True)
     rollout_worker.check_shape()
 

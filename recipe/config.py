@@ -88,8 +88,9 @@ class Settings:
                              at_least(0))
     dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine",
                       check=one_of("bfloat16", "float32"), local="float32")
-    attention: str = knob("auto", "ATTENTION", "attention of the trainer: flash-attn3 on a GPU, packed SDPA on a CPU",
-                          check=one_of("auto", "flash-attn3", "sdpa-packed"))
+    attention: str = knob("auto", "ATTENTION", "attention of the trainer; auto takes the first that runs here: "
+                          "flash-attn3 (Hopper), varlen (Ampere and newer), sdpa-packed (anywhere)",
+                          check=one_of("auto", "flash-attn3", "varlen", "sdpa-packed"))
     # sampling and the agent's limits: the same in training and evaluation
     temperature: float = knob(1.0, "TEMPERATURE", "sampling temperature", check=between(0.01, 2))
     top_p: float = knob(1.0, "TOP_P", "nucleus; below 1 breaks the importance ratio", check=between(0.01, 1))

@@ -8,7 +8,7 @@ module globals are in the way; each is replaced by one function here, after a lo
 3. no_peak_flops     the peak FLOP/s of "the GPU" are looked up for the utilisation metric
 4. torch_log_probs   the fused head's log-probs are a Triton kernel; plain PyTorch on the trained tokens instead
 
-`install(backend, gpu)` does what the machine needs; on a Hopper GPU that is nothing.
+`install(backend, gpu)` does what the machine needs; on a GPU with flash-attn3 that is nothing.
 """
 
 from __future__ import annotations
