@@ -17,24 +17,21 @@ answer, serves other weights than asked, or rollouts fail in a row (run the same
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from recipe import report
 from recipe.adapters import AdapterError
 from recipe.cells import InfrastructureError
-from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.config import Settings, SettingsError
 from recipe.evaluation import evaluate, ungraded
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser
 from recipe.policy_client import PolicyError
 from recipe.pristine import NotPristine
 
-EXIT_UNGRADED = 2
-EXIT_UNAVAILABLE = 69
-
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--adapter", type=Path, help="adapter folder (default: RUN_DIR/adapter)")
     parser.add_argument("--label", default="adapter", help="name of the adapter's cells in the results")
     parser.add_argument("--served-name", default="opencode-lora", help="model name under which the engine serves it")

@@ -14,18 +14,17 @@ Exit codes: 0 ended by itself · 2 some cells stayed ungraded · 64 wrong settin
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
 
-from eval_adapter import EXIT_UNAVAILABLE, EXIT_UNGRADED
 from recipe import report, watchdog
 from recipe.adapters import AdapterError, Checkpoints, HubCheckpoints, LocalCheckpoints
 from recipe.cells import InfrastructureError
-from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.config import Settings, SettingsError
 from recipe.evaluation import evaluate, ungraded
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser
 from recipe.policy_client import PolicyError
 from recipe.pristine import NotPristine
 
@@ -93,7 +92,7 @@ def publish(settings: Settings, folder: Path, step: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoint-N folders (default: ADAPTER_REPO)")
     args = parser.parse_args(argv)
     try:

@@ -13,17 +13,16 @@ Exit codes: 0 ok · 64 wrong settings, incomplete checkpoint or foreign results 
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
 from pathlib import Path
 
-from eval_adapter import EXIT_UNAVAILABLE
 from recipe import pristine
 from recipe.adapters import ADAPTER_FILES, AdapterError, check_adapter
-from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.config import Settings, SettingsError
 from recipe.evaluation import adapter_digest
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.model_card import render_card
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -98,7 +97,7 @@ def keep_engine_keys(model: str, revision: str | None, file: Path, known: dict) 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, help="adapter or checkpoint folder (default: RUN_DIR/adapter)")
     parser.add_argument("--results", type=Path, help="results file of eval_adapter.py or eval_watch.py")
     parser.add_argument("--local-dir", type=Path, required=True, help="folder that is written")

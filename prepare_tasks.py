@@ -11,7 +11,6 @@ Exit codes: 0 ok, 64 wrong settings, 69 a task could not be fetched or is not th
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -20,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from recipe import hub_tasks, local_tasks
-from recipe.config import EXIT_USAGE, REPO, Settings, SettingsError
+from recipe.config import REPO, Settings, SettingsError
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
-EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE
 SPLITS = ("train", "test")
 DOWNLOADS = 16  # at once
 
@@ -79,7 +78,7 @@ def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path) -> tup
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--local", action="store_true", help="use the local preset: generated tasks, no network")
     parser.add_argument("--split", choices=SPLITS, action="append", help="only this split (default: both)")
     parser.add_argument("--out", type=Path, help="folder to write to (default: $RUN_DIR/tasks)")

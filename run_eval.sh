@@ -11,7 +11,7 @@
 # Results: RUN_DIR/eval/final_results.json, the same table as final_results.md, one line a cell in cells.jsonl.
 #
 # Exit codes: 0 every cell graded · 2 some stayed ungraded · 64 wrong settings, arguments or adapter · 69 a server or
-# process died or could not start · 75 stalled · 130 Ctrl-C · 143 SIGTERM
+# a step died or could not start · 75 stalled · 130 Ctrl-C · 143 SIGTERM
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"

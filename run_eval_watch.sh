@@ -10,7 +10,7 @@
 # It ends after the checkpoint of step MAX_STEPS, or when none has come for EVAL_IDLE_LIMIT seconds.
 # Results: RUN_DIR/eval/checkpoint-N_results.json and eval/summary.json, sent to the Hub repository where there is one.
 #
-# Exit codes: 0 ended by itself · 2 some cells stayed ungraded · 64 wrong settings or arguments · 69 a server or process
+# Exit codes: 0 ended by itself · 2 some cells stayed ungraded · 64 wrong settings or arguments · 69 a server or a step
 # died or could not start · 75 stalled · 130 Ctrl-C · 143 SIGTERM. The same RUN_DIR goes on where it stopped.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -9,11 +9,11 @@
 # (default runs/<preset>-<time>): logs/<process>.log, tasks/, checkpoints/, adapter/, metrics.jsonl, eval/.
 # Ctrl-C, SIGTERM, an error or the death of any process ends all of them and removes every sandbox.
 #
-# Exit codes:
+# Exit codes (`python3 -m recipe.exits` lists those of all scripts):
 #   0   trained and evaluated
 #   2   evaluated, but some cells stayed ungraded (the same command tries them again)
-#   64  wrong settings or arguments, nothing was started
-#   69  a server, the trainer or the evaluation died or could not start; the message names it and shows its log
+#   64  wrong settings or arguments
+#   69  a server or a step (the training, say) died or could not start; the message names it and shows its log
 #   75  stalled: the watchdog saw no progress within the phase's limit
 #   130 Ctrl-C    143 SIGTERM
 set -euo pipefail

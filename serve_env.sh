@@ -7,7 +7,7 @@
 # Needs: tasks in RUN_DIR/tasks/{train,test} (prepare_tasks.py), a policy server at POLICY_PORT (serve_policy.sh),
 # and ENV_PYTHON, the env server's Python (setup.sh makes and exports it).
 # Serves: 127.0.0.1:ENV_PORT for the trainer, PUBLIC_PORT/capture for the sandboxes. `--help` lists everything else.
-# Exit codes: 64 wrong settings, 69 could not start (the message says why), 130/143 ended by a signal.
+# Exit codes: 64 wrong settings, 69 could not start or died (the message says why), 130/143 ended by a signal.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"

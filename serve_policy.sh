@@ -10,7 +10,7 @@
 # environment: TRAINER_PYTHON), ENGINE=auto takes vllm where a GPU and vllm are. Both speak the same HTTP contract.
 # Settings are environment variables, see README.md: MODEL, POLICY_HOST, POLICY_PORT, POLICY_GPU, MAX_MODEL_LEN, DTYPE,
 # GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA_R.
-# Exit codes: 64 wrong settings or usage, 69 the server cannot start; afterwards the server's own.
+# Exit codes: 64 wrong settings or arguments, 69 the server cannot start or died, 130/143 ended by a signal; vLLM's own.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"

@@ -22,7 +22,6 @@ RESUME=auto, the default, goes on at the newest whole checkpoint of run folder a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -31,11 +30,10 @@ import traceback
 from pathlib import Path
 
 from recipe import checkpoints, hub
-from recipe.config import EXIT_USAGE, Settings, SettingsError
+from recipe.config import Settings, SettingsError
+from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
 
-EXIT_UNAVAILABLE = 69
-EXIT_TERMINATED = 143
 HEALTH_LIMIT = 300.0  # seconds without a tick of the rollout worker's loop
 
 
@@ -120,11 +118,12 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from recipe import attention, lfm2, rollout_worker, short_conv, trl_cpu
+    from recipe import attention, canary, lfm2, rollout_worker, short_conv, trl_cpu
     from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
     from recipe.checkpoint_callback import CheckpointCallback
     from recipe.group_trainer import GroupGRPOTrainer
     from recipe.isolation_check import IsolationCallback
+    from recipe.policy_client import PolicyClient
     from recipe.weight_sync import transfer_of
 
     run = settings.run_path
@@ -138,6 +137,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     heartbeat = HeartbeatCallback(run / "heartbeat.json", settings.max_steps)
     heartbeat.beat("train-setup")
     metrics, stop = MetricsCallback(run / "metrics.jsonl"), StopCallback()
+    sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
+                                settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
     trainer = GroupGRPOTrainer(
         model=settings.model,
         args=AsyncGRPOConfig(model_init_kwargs=lfm2.hub_revision(settings), **trainer_arguments(settings, gpu)),
@@ -146,7 +147,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),
         callbacks=[IsolationCallback(), heartbeat, metrics, stop,
                    CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
-        while_waiting=stop.raise_if_requested)
+        while_waiting=stop.raise_if_requested, canary=sync_canary)
     trainer.remove_callback(PrinterCallback)
     print(f"short convolutions that keep packed sequences apart: {short_conv.isolate(trainer.model)}", flush=True)
     metrics.trainer = trainer
@@ -208,7 +209,7 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--resume", choices=("auto", "never"),
                         help="auto: go on at the newest checkpoint; never: start anew (default: RESUME)")
     args = parser.parse_args(argv)

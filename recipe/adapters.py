@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from recipe.config import EXIT_USAGE
+from recipe.exits import EXIT_USAGE, Parser
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHECKPOINT_FILES = (*ADAPTER_FILES, "trainer_state.json")  # the trainer writes the last one last
@@ -112,7 +111,7 @@ class HubCheckpoints:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("adapter", help="folder, or owner/name[/checkpoint-N][@revision] on the Hub")
     parser.add_argument("--into", type=Path, default=Path("adapter-download"), help="where a download goes")
     args = parser.parse_args(argv)

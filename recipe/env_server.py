@@ -18,7 +18,6 @@ on; 130/143 ended by SIGINT/SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import importlib
@@ -31,8 +30,9 @@ from typing import Any
 
 from recipe import opencode_binary, sandbox_files, sandbox_isolation, seams
 from recipe.call_times import CallTimes
-from recipe.config import EXIT_USAGE, Settings, SettingsError
-from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
+from recipe.config import Settings, SettingsError
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.ports import PortBusy, bind
 from recipe.serving import MOUNT, EndAbandonedRollouts, outer_app, serve
 
 SPLITS = ("train", "test")
@@ -170,7 +170,7 @@ def quiet_logs() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.parse_args(argv)
     quiet_logs()
     try:

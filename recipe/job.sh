@@ -3,6 +3,7 @@
 
 # shellcheck source=recipe/processes.sh
 source "$REPO/recipe/processes.sh"
+EXIT_USAGE=64   # exit codes: recipe/exits.py
 EXIT_STALLED=75 # the watchdog stopped the run
 JOB_STEP=start
 
@@ -26,7 +27,7 @@ job_begin() {
   settings=$(python3 -m recipe.config export) || exit $?
   eval "$settings"
   export RUN_DIR=${RUN_DIR:-$REPO/runs/${name:+$name-}$PRESET-$(date +%Y%m%d-%H%M%S)}
-  mkdir -p "$RUN_DIR/logs"
+  mkdir -p "$RUN_DIR/logs" || die "$EXIT_USAGE" "cannot make $RUN_DIR: set RUN_DIR to a folder that can be written"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
   LOGS=$RUN_DIR/logs
   RESUME_WITH="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
@@ -71,6 +72,13 @@ job_signal() {
 # shellcheck disable=SC2317,SC2329
 job_end() {
   local code=$?
+  case $code in
+    0 | 2 | 64 | 69 | 75 | 130 | 143) ;;
+    *)
+      say "ERROR: a command of the job itself failed with code $code" >&2
+      code=$EXIT_UNAVAILABLE
+      ;;
+  esac
   trap '' INT TERM # a second Ctrl-C must not leave servers behind
   stop_all
   wait_followers

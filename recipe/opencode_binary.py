@@ -27,8 +27,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from recipe.config import EXIT_USAGE, Settings, SettingsError
-from recipe.ports import EXIT_UNAVAILABLE
+from recipe.config import Settings, SettingsError
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE
 
 PACKAGE = "opencode-linux-x64"
 MEMBER = "package/bin/opencode"

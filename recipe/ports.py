@@ -7,14 +7,12 @@ Standard library only.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
 
-from recipe.config import EXIT_USAGE, Settings, SettingsError
-
-EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE: something we need is not there
+from recipe.config import Settings, SettingsError
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
 
 class PortBusy(RuntimeError):
@@ -57,7 +55,7 @@ def _by(port: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("settings", nargs="+", metavar="SETTING", help="PUBLIC_PORT, POLICY_PORT or ENV_PORT")
     args = parser.parse_args(argv)
     try:

@@ -3,7 +3,7 @@
 #
 # Each process is the leader of a session of its own, so that whatever it starts can be found and ended with it. A
 # server that dies ends the job at once with its name and the end of its log. Bash >= 4.4, Linux (/proc).
-# Reads RUN_DIR, LOGS, RESUME_WITH and JOB_STEP, and calls say, die and job_stalled of recipe/job.sh.
+# Reads RUN_DIR, LOGS, RESUME_WITH, JOB_STEP and EXIT_USAGE, and calls say, die and job_stalled of recipe/job.sh.
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
@@ -86,7 +86,7 @@ supervise() {
   return "$code"
 }
 
-# run_step NAME COMMAND...: a process that has to succeed; its log is shown when it does not, and its code is the job's.
+# run_step NAME COMMAND...: a process that has to succeed; its log is shown when it does not.
 run_step() {
   local name=$1 code=0
   start_process "$@"
@@ -95,13 +95,11 @@ run_step() {
   if ((code)); then step_failed "$name" "$code"; fi
 }
 
-# step_failed NAME CODE: ends the job with the step's own code, or 69 when something killed it.
+# step_failed NAME CODE: ends the job with 64 when the step found its settings wrong, else with 69.
 step_failed() {
-  local code=$2 how="failed with code $2"
-  if ((code > 128)); then
-    how="was killed by SIG$(kill -l "$((code - 128))")"
-    code=$EXIT_UNAVAILABLE
-  fi
+  local code=$EXIT_UNAVAILABLE how="failed with code $2"
+  if (($2 == EXIT_USAGE)); then code=$EXIT_USAGE; fi
+  if (($2 > 128)); then how="was killed by SIG$(kill -l "$(($2 - 128))")"; fi
   show_log "$1" >&2
   die "$code" "step '$1' $how. Its log: $LOGS/$1.log
   Checkpoints and finished evaluation cells are kept. Resume with: $RESUME_WITH"

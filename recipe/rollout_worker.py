@@ -25,9 +25,9 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _HarnessRolloutLoop
 
 from recipe import task_cursor
+from recipe.exits import EXIT_UNAVAILABLE
 from recipe.trl_shape import expect_parameters, expect_source
 
-EXIT_UNAVAILABLE = 69  # sysexits.h EX_UNAVAILABLE: a process that the run needs is gone
 GRACE = 30.0  # seconds for the trainer to end by itself after the worker's death
 STOP_GRACE = 15.0  # seconds for the worker to end its rollouts when asked
 ROW = "row/"  # prefix of the bookkeeping that travels in RolloutSample.metrics

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
+from recipe.exits import EXIT_UNAVAILABLE, Parser
 from recipe.sandbox_files import sweep
 from recipe.sandbox_isolation import SandboxError, detect
 
-EXIT_UNAVAILABLE = 69
-
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="recipe.sandbox_local", description="Local sandboxes of rollouts.")
+    parser = Parser("Local sandboxes of rollouts.", prog="recipe.sandbox_local")
     what = parser.add_subparsers(dest="what", required=True)
     checking = what.add_parser("check", help="print which isolation works on this machine and what is lost")
     checking.add_argument("--runtime", choices=("auto", "bwrap", "proot"), default="auto")

@@ -8,7 +8,7 @@ import signal
 import socket
 from typing import Any
 
-from recipe.ports import EXIT_UNAVAILABLE
+from recipe.exits import EXIT_UNAVAILABLE
 
 MOUNT = "/capture"
 WS_PING_S = 120.0  # a loaded machine answers pings late, and a closed socket loses a rollout that was paid for

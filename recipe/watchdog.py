@@ -16,7 +16,6 @@ Standard library only: shell scripts, the trainer and the servers' interpreters 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -29,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe.config import Settings
+from recipe.exits import EXIT_STALLED, Parser
 
-EXIT_STALLED = 75  # sysexits.h EX_TEMPFAIL: try again, the run folder holds what is needed
 HEARTBEAT = "heartbeat.json"
 STALLED = "stalled.json"
 PROCESSES = "processes"  # lines "<session id> <name>", kept by recipe/job.sh
@@ -158,7 +157,7 @@ def session_members(sids: Container[int]) -> list[tuple[int, int]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="folder that holds heartbeat.json")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pid", type=int, help="main process of the job, which gets the SIGTERM")

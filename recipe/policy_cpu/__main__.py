@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from recipe.config import EXIT_USAGE
-from recipe.ports import EXIT_UNAVAILABLE, PortBusy, bind
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.ports import PortBusy, bind
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipe.policy_cpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__, prog="python -m recipe.policy_cpu")
     parser.add_argument("--model", required=True, help="folder or Hub id of an Lfm2 model with tokenizer and template")
     parser.add_argument("--served-model-name", help="name that requests use (default: --model)")
     parser.add_argument("--host", default="127.0.0.1", help="bind address (default: %(default)s)")

@@ -119,16 +119,18 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(start):
     assert "server starts" in (job.run / "logs" / "policy.log").read_text()
 
 
-def test_a_failed_step_gives_its_code_and_the_end_of_its_log(start):
-    code, output = start(START + "run_step tasks bash -c 'echo old; echo the reason; exit 64'\n").end()
-    assert code == 64
+@pytest.mark.parametrize(("step", "job"), [(64, 64), (1, 69), (2, 69), (69, 69)])
+def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(start, step, job):
+    code, output = start(START + f"run_step tasks bash -c 'echo old; echo the reason; exit {step}'\n").end()
+    assert code == job
+    assert f"failed with code {step}" in output
     assert "the reason" in output and "logs/tasks.log" in output and "Resume with: RUN_DIR=" in output
     assert "--local" in output
 
 
 def test_the_resume_command_fits_the_preset(start):
     code, output = start("run_step tasks false\n", PRESET="job").end()
-    assert code == 1 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
+    assert code == 69 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
 
 
 @pytest.mark.parametrize(("gpus", "env", "policy", "trainer"), [
@@ -228,6 +230,17 @@ def test_kill_9_of_the_job_itself_leaves_nothing(start):
     while job.members() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert job.members() == []
+
+
+def test_an_error_of_the_job_itself_ends_with_69_and_stops_everything(start):
+    code, output = start(START + "cp /nonexistent /nowhere\n").end()
+    assert code == 69 and "a command of the job itself failed with code 1" in output
+
+
+def test_a_run_folder_that_cannot_be_made_is_a_wrong_setting(start, tmp_path):
+    (tmp_path / "file").touch()
+    code, output = start("run_step work true\n", RUN_DIR=str(tmp_path / "file" / "run")).end()
+    assert code == 64 and "cannot make" in output and "set RUN_DIR" in output
 
 
 @pytest.mark.parametrize("script", ["run_job.sh", "run_eval.sh", "run_eval_watch.sh"])
