@@ -2,12 +2,13 @@
 # Makes what the recipe runs on: the trainer's environment, the env server's, the pinned OpenCode, a sandbox runtime.
 #
 #   bash setup.sh [--local] [--tests]      make everything, print where it lies
+#   bash setup.sh --launcher               make the launcher's environment only, print its interpreter
 #   source setup.sh; setup_all             the same from a script; exports TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN
 #
 # Idempotent: an environment is made once per requirements file and Python version under CACHE_DIR and then reused.
 # Variables:
 #   TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN   use these (existing) interpreters and binary, make none
-#   TRAINER_BASE_PYTHON, ENV_BASE_PYTHON       interpreters to make the environments from
+#   TRAINER_BASE_PYTHON, ENV_BASE_PYTHON, LAUNCHER_BASE_PYTHON   interpreters to make the environments from
 #   INSTALLER=auto|pip|uv                      auto takes uv where it is on PATH
 #   TORCH_INDEX=<package index URL>            where to take torch from, e.g. an index of CPU builds
 #   CACHE_DIR                                  default ~/.cache/lfm-opencode-lora-rl
@@ -184,11 +185,21 @@ setup_all() {
   if [[ $SANDBOX == local ]]; then setup_sandbox_runtime; fi
 }
 
+# setup_launcher: prints the interpreter that launch.py runs in.
+setup_launcher() {
+  local base
+  CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
+  mkdir -p "$CACHE_PATH"
+  base=$(find_python launcher 11 "${LAUNCHER_BASE_PYTHON:-}") || exit 69
+  make_env launcher "$base" "$REPO/requirements/launcher.txt"
+}
+
 setup_main() {
   while (($#)); do
     case $1 in
       --local) export PRESET=local ;;
       --tests) export SETUP_TESTS=1 ;;
+      --launcher) setup_launcher; return ;;
       -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; return 0 ;;
       *) setup_fail "unknown argument $1; see bash setup.sh --help" 64 ;;
     esac

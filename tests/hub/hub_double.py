@@ -255,6 +255,10 @@ class HubHandler(BaseHTTPRequestHandler):
         self.hub.repo(name, key[0], private=wanted.get("private") or wanted.get("visibility") == "private")
         self.send(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
+    def validate_yaml(self) -> None:
+        """The client asks this about every README.md that it uploads."""
+        self.send(200, {"errors": [], "warnings": []})
+
     def auth_check(self, kinds: str, name: str, write: str | None) -> None:
         self.find(KINDS[kinds], name, write=bool(write))
         self.send(200, {})
@@ -356,7 +360,10 @@ class HubHandler(BaseHTTPRequestHandler):
             raise HttpError(403, f"Missing permissions: job.write in {namespace}")
         if self.command == "GET":
             wanted = dict(label.partition("=")[::2] for label in self.query.get("label", []))
-            return self.send(200, [job for job in self.hub.jobs.values() if wanted.items() <= job["labels"].items()])
+            stages = self.query.get("stage")
+            return self.send(200, [self.shown(number) for number, job in self.hub.jobs.items()
+                                   if wanted.items() <= job["labels"].items()
+                                   and (not stages or job["status"]["stage"] in stages)])
         spec = self.json()
         number = f"{len(self.hub.jobs) + 1:024x}"
         ports = spec.get("expose", {}).get("ports", [])
@@ -385,6 +392,7 @@ REPO = rf"/api/(?P<kinds>models|datasets|spaces)/{NAME}"
 ROUTES = [
     (r"/api/whoami-v2", "whoami"),
     (r"/api/repos/create", "create"),
+    (r"/api/validate-yaml", "validate_yaml"),
     (r"/api/jobs/(?P<namespace>[^/]+)", "jobs_of"),
     (r"/api/jobs/(?P<namespace>[^/]+)/(?P<number>[^/]+)(?:/(?P<action>cancel))?", "job"),
     (REPO + r"/auth-check(?P<write>/write)?", "auth_check"),

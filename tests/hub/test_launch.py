@@ -1,0 +1,129 @@
+"""launch.py with the real huggingface_hub 2 against the double: what it checks, prices, uploads and starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hub_double import HubDouble, hub_environ
+
+from recipe.config import REPO
+
+ADAPTER, CODE = "me/adapter", "me/lfm-opencode-lora-rl-code"
+MODEL = "LiquidAI/LFM2.5-2.6B"
+KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "CACHE_DIR", "XDG_CACHE_HOME", "LAUNCHER_BASE_PYTHON", "INSTALLER")
+
+
+@pytest.fixture(scope="module")
+def launcher() -> str:
+    """The interpreter of the launcher's own environment."""
+    made = subprocess.run(["bash", "setup.sh", "--launcher"], cwd=REPO, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+@pytest.fixture
+def world(hub: HubDouble) -> HubDouble:
+    """The double with what a job reads."""
+    hub.repo(MODEL).add("model", {"config.json": b"{}"})
+    for split in ("train", "test"):
+        pinned = json.loads((REPO / "data" / f"{split}.json").read_text())
+        hub.repo(pinned["dataset"], "dataset").commits[-1].sha = pinned["revision"]
+    return hub
+
+
+def launch(launcher: str, hub: HubDouble, home: Path, *arguments: str, token: str | None = "hf_write",
+           kind: str = "train", adapter: str = ADAPTER) -> subprocess.CompletedProcess[str]:
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, home, token)
+    return subprocess.run([launcher, "launch.py", kind, "--adapter-repo", adapter, *arguments], cwd=REPO,
+                          env=environ, capture_output=True, text=True, timeout=120)
+
+
+def test_without_submit_it_only_reads_and_shows_job_and_price(world, launcher, tmp_path):
+    done = launch(launcher, world, tmp_path, "--env", "MAX_STEPS=20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(request.startswith("GET ") or "HEAD" in request for request in world.requests)
+    for text in ('"vllm/vllm-openai:v0.31.0"', '"72h"', '"h200x2"', "[8000]", "$10.01 an hour",
+                 "0.4 to 0.7 h for 20 steps", "may run jobs of me; 0 of this recipe run now", f"{MODEL} can be read",
+                 "me/adapter does not exist yet; it will be made, private", "SmolDataEnvs-harbor-train@4719635",
+                 "add --submit"):
+        assert text in done.stdout, text
+    assert "hf_write" not in done.stdout
+    full = launch(launcher, world, tmp_path)
+    assert "9.9 to 25.2 h for 1000 steps" in full.stdout and "at most        72 h" in full.stdout
+
+
+@pytest.mark.parametrize(("kind", "flavor", "seconds", "script"), [
+    ("train", "h200x2", 72 * 3600, "run_job.sh"), ("watch", "h200", 48 * 3600, "run_eval_watch.sh")])
+def test_submit_uploads_the_code_and_starts_the_job(world, launcher, tmp_path, kind, flavor, seconds, script):
+    world.repo(ADAPTER)
+    done = launch(launcher, world, tmp_path, "--submit", "--env", "SEED=3", kind=kind)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (number, job), = world.jobs.items()
+    spec = job["spec"]
+    assert spec["dockerImage"] == "vllm/vllm-openai:v0.31.0" and spec["flavor"] == flavor
+    assert spec["timeoutSeconds"] == seconds
+    assert spec["expose"] == {"ports": [8000], "portsPublic": [8000]}
+    assert spec["environment"] == {"ADAPTER_REPO": ADAPTER, "MAX_STEPS": "1000", "SEED": "3"}
+    assert spec["secrets"] == {"HF_TOKEN": "hf_write"}
+    assert spec["command"] == ["bash", "-c", "pip -q install huggingface_hub && "
+                                             f"hf download {CODE} --local-dir /app && bash /app/{script}"]
+    for text in (f"/jobs/me/{number}", f"hf jobs logs -f {number}", f"https://{number}--8000.hf.jobs/capture"):
+        assert text in done.stdout
+    assert world.repo(CODE).private
+    uploaded = world.repo(CODE).files()
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {path for path in tracked if not any(part.startswith(".") for part in path.split("/"))}
+    assert wanted <= set(uploaded), wanted - set(uploaded)
+    assert not [path for path in uploaded if path.startswith(("runs/", ".")) or "__pycache__" in path]
+
+
+@pytest.mark.parametrize(("token", "spoil", "message"), [
+    ("hf_read", lambda hub: hub.tokens.update(hf_read="read"), "the token of me can only read"),
+    ("hf_unknown", lambda hub: None, "there is no valid token"),
+    (None, lambda hub: None, "there is no valid token"),
+    ("hf_write", lambda hub: setattr(hub, "job_rights", False), "the token may not run jobs of me (HTTP 403)"),
+    ("hf_write", lambda hub: setattr(hub.repo(MODEL), "gated", True), f"https://huggingface.co/{MODEL}"),
+    ("hf_write", lambda hub: hub.repos.pop(("dataset", "FineEnvs/SmolDataEnvs-harbor-test")),
+     "harbor-test@b130595b579f can't"),
+])
+def test_what_would_fail_later_is_refused_now(world, launcher, tmp_path, token, spoil, message):
+    spoil(world)
+    done = launch(launcher, world, tmp_path, "--submit", token=token)
+    assert done.returncode == 64, done.stdout + done.stderr
+    assert message in done.stdout and "nothing was started" in done.stderr
+    assert not world.jobs and ("model", CODE) not in world.repos
+
+
+def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
+    done = launch(launcher, world, tmp_path, "--code-repo", CODE, adapter="other/adapter")
+    assert done.returncode == 64 and "other/adapter does not exist and me cannot make it" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--env", "MAX_STEP=3"], "must be NAME=VALUE with a setting"),
+    (["--env", "LORA_R=many"], "LORA_R='many': must be a whole number"),
+    (["--hours", "10"], "1000 steps may take 25.2 h"),
+    (["--max-price", "100"], "--max-price allows $100"),
+    (["--flavor", "cpu-basic"], "must be one of h200"),
+])
+def test_wrong_arguments_cost_no_request(hub, launcher, tmp_path, arguments, message):
+    done = launch(launcher, hub, tmp_path, *arguments)
+    assert done.returncode == 64 and message in done.stderr and not hub.requests
+
+
+def test_an_unreachable_hub_is_told_apart(world, launcher, tmp_path):
+    world.fail(1000, "reset", "whoami")
+    done = launch(launcher, world, tmp_path, "--submit")
+    assert done.returncode == 69 and "the Hub could not be asked" in done.stderr and not world.jobs
+
+
+def test_any_python_can_start_it(world, launcher, tmp_path):
+    """The launcher makes and enters its environment by itself; here it exists already."""
+    import sys
+
+    done = launch(sys.executable, world, tmp_path, "--env", "MAX_STEPS=20")
+    assert done.returncode == 0 and "add --submit" in done.stdout, done.stdout + done.stderr
