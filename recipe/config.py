@@ -125,6 +125,10 @@ class Settings:
                                          check=between(0.05, 0.99))
     prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM prefix caching; stale after a weight update")
     # guarding, saving, evaluating
+    canary_every: int = knob(1, "CANARY_EVERY", "weight syncs between two checks that engine and trainer score a fixed "
+                             "text alike", "syncs", at_least(1))
+    canary_tolerance: float = knob(0.0, "CANARY_TOLERANCE", "mean difference that stops the run; 0 is 0.001 in float32 "
+                                   "and 0.15 in bfloat16", "nats", at_least(0))
     save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval", "steps", at_least(1), 10)
     resume: str = knob("auto", "RESUME", "auto: go on at the newest whole checkpoint in RUN_DIR or ADAPTER_REPO; "
                        "never: start anew", check=one_of("auto", "never"))

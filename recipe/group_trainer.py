@@ -10,6 +10,7 @@ Deviations from the stock trainer, each checked against TRL's shape by `check_sh
                           is that of the step in which a row is trained
   training_step           one call per group instead of one per micro-batch
   compute_loss            weight of the row, and log-probs kept for the importance ratio of each sequence
+  _sync_weight            the canary looks whether the weights arrived (recipe/canary.py)
   _sync_weight_merged     streams W + scaling * B @ A, leaves the base alone (recipe/weight_sync.py), and records when
 """
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
 from recipe import task_cursor
+from recipe.canary import Canary
 from recipe.groups import GroupCollator, GroupStream, RowHealth, measure_ratio, token_mean
 from recipe.sync_log import SyncLog
 from recipe.task_cursor import ExactCursor
@@ -63,17 +65,18 @@ class KeepOutputs:
 class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
-    `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts.
+    `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
+    `canary` checks each sync.
     """
 
     def __init__(self, *args: Any, on_skip: Callable[[str], None] = lambda reason: None,
-                 while_waiting: Callable[[], None] = lambda: None, **kwargs: Any):
+                 while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None, **kwargs: Any):
         check_shape()
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
-        self.on_skip, self.while_waiting = on_skip, while_waiting
+        self.on_skip, self.while_waiting, self.canary = on_skip, while_waiting, canary
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
 
@@ -122,6 +125,12 @@ class GroupGRPOTrainer(ExactCursor):
 
     def _streaming_iter(self) -> Stream:
         return merged_parameters(self.accelerator.unwrap_model(self.model), self.accelerator.device)
+
+    def _sync_weight(self) -> None:
+        super()._sync_weight()
+        gap = self.canary.after_sync(self.model) if self.canary else None
+        if gap is not None:
+            self._metrics["train"]["sync/canary_gap"].append(gap)
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """TRL's merged sync without merging: what is streamed is computed, the base is not touched."""

@@ -74,6 +74,8 @@ class SmallEngine:
     def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/sample":
             return self.when_running(lambda: self.sample(body["prompt"]))
+        if path == "/v1/completions":
+            return self.when_running(lambda: self.score(body["prompt"]))
         self.calls.append(path)
         if path.startswith("/pause"):
             self.running.clear()
@@ -105,6 +107,14 @@ class SmallEngine:
             ids.append(token)
             log_probs.append(float(distribution[token]))
         return {"ids": ids[len(prompt):], "log_probs": log_probs}
+
+    @torch.no_grad()
+    def score(self, ids: list[int]) -> dict[str, Any]:
+        """What vLLM answers to prompt_logprobs=0."""
+        logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        scores = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        entries = [{str(token): {"logprob": score}} for token, score in zip(ids[1:], scores, strict=True)]
+        return {"choices": [{"prompt_logprobs": [None, *entries]}]}
 
 
 @dataclass(eq=False)  # TRL keeps sessions in a set
