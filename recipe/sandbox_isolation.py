@@ -81,12 +81,13 @@ class Isolation:
 
     def argv(self, command: str, *, folder: Path, writable: Sequence[str], read_only: Sequence[str], etc: Path,
              binds: Sequence[tuple[str, str]], cwd: str, network: Network | None,
-             status_fd: int | None = None) -> list[str]:
+             fd: int | None = None) -> list[str]:
         """Arguments that run `command` by bash inside.
 
         `writable` and `read_only` are top-level names: `folder/name` appears as `/name`. `binds` are further
-        (host path, path inside) pairs, read-only. `status_fd` (proot) receives the exit code as soon as the command
-        itself has ended: proot waits for everything that the command left running.
+        (host path, path inside) pairs, read-only. `fd` is the command's end of a pipe whose other end is ours.
+        Under proot the exit code is written to it as soon as the command itself has ended: proot waits for everything
+        that the command left running. Under bwrap it is only looked at: closed at our end, the command does not begin.
         """
         launch = ["/bin/sh", "-c", _LAUNCH, "sh"]
         shell = ["/bin/bash", "-c", command]
@@ -94,14 +95,19 @@ class Isolation:
             pairs = [(f"/{name}", f"/{name}") for name in SYSTEM if Path("/", name).is_dir()]
             pairs += [("/dev", "/dev"), ("/proc", "/proc"), (str(etc), "/etc"), *binds]
             bound = [arg for host, inside in pairs for arg in ("-b", f"{host}:{inside}")]
-            if status_fd is not None:
-                report = f'/bin/bash -c "$1" {status_fd}>&-; echo $? >&{status_fd}'
+            if fd is not None:
+                report = f'/bin/bash -c "$1" {fd}>&-; echo $? >&{fd}'
                 shell = ["/bin/bash", "-c", report, "bash", command]
             # Only proot itself can be tied to our life; a guest that outlives it is ended by the sweep.
             tie = [sys.executable, "-I", "-S", str(PROOT_FILTER), "setpriv", "--pdeathsig", "KILL"]
             if os.geteuid() == 0:
                 tie += [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--no-new-privs"]
             return [*launch, *tie, "proot", "-r", str(folder), *bound, "-w", cwd, *shell]
+        if fd is not None:
+            # bwrap asks the kernel to die with its parent, but does not look whether the parent lives still: were we
+            # killed before it asked, it would run on. The pipe ends with us, and the command is the last to start.
+            alone = f'if read -t 0 -u {fd}; then exit 1; fi; exec /bin/bash -c "$1" {fd}<&-'
+            shell = ["/bin/bash", "-c", alone, "bash", command]
         args = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
                 "--unshare-user-try" if os.geteuid() == 0 else "--unshare-user", "--cap-drop", "ALL",
                 "--die-with-parent", "--new-session", "--hostname", "sandbox",

@@ -173,7 +173,7 @@ class LocalSandbox(BaseEnvironment):
         argv = partial(
             self._isolation.argv, command, folder=self.folder, writable=[*self._writable, *tests[0]],
             read_only=tests[1], etc=self._etc, binds=self._binds, cwd=cwd or self._workdir, network=self._network)
-        return await run(lambda fd: argv(status_fd=fd), self._environ(env), timeout_sec, running=self._running,
+        return await run(lambda fd: argv(fd=fd), self._environ(env), timeout_sec, running=self._running,
                          on_output=self._output_callback(), kill=self._kill, reports=not self._isolation.own_network)
 
     def _kill(self, pid: int) -> None:

@@ -35,27 +35,26 @@ class Bounded:
         return bytes(self.head + gap + self.tail).decode(errors="replace")
 
 
-async def run(argv: Callable[[int | None], Sequence[str]], environ: Mapping[str, str], timeout_sec: float | None, *,
+async def run(argv: Callable[[int], Sequence[str]], environ: Mapping[str, str], timeout_sec: float | None, *,
               on_output: OutputCallback | None, running: set[int], kill: Callable[[int], None],
               reports: bool) -> ExecResult:
     """Run a command in a session of its own with no input, and `kill` what it started on end, timeout or cancel.
 
-    `argv` gives its arguments; where it `reports` (proot), they are made for the file descriptor on which its wrapper
-    writes the exit code, else for None. `running` holds its process id meanwhile.
+    `argv` gives its arguments, made for the file descriptor of a pipe to us: where it `reports` (proot), its wrapper
+    writes the exit code there, else it is the reading end. `running` holds its process id meanwhile.
     Raises RuntimeError after `timeout_sec`.
     """
-    reading, writing = os.pipe() if reports else (None, None)
+    reading, writing = os.pipe()
+    ours, theirs = (reading, writing) if reports else (writing, reading)
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv(writing), env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, pass_fds=(writing,) if reports else ())
+            *argv(theirs), env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, pass_fds=(theirs,))
     except BaseException:
-        if reports:
-            os.close(reading)
+        os.close(ours)
         raise
     finally:
-        if reports:
-            os.close(writing)
+        os.close(theirs)
     running.add(process.pid)
     stdout, stderr = Bounded(), Bounded()
     code = None
@@ -64,14 +63,13 @@ async def run(argv: Callable[[int | None], Sequence[str]], environ: Mapping[str,
             waits = [_read(process.stdout, "stdout", stdout, on_output),
                      _read(process.stderr, "stderr", stderr, on_output), process.wait()]
             if reports:
-                waits.append(_end_with_report(process.pid, reading, kill))
+                waits.append(_end_with_report(process.pid, ours, kill))
             code = (await asyncio.gather(*waits))[-1]
     except TimeoutError:
         raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
     finally:
         kill(process.pid)
-        if reports:
-            os.close(reading)
+        os.close(ours)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 10)
         running.discard(process.pid)

@@ -200,18 +200,20 @@ SERVER = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
+from recipe import sandbox_isolation
 from test_sandbox_local import make
 async def main():
     sandbox = make(Path({root!r}), {runtime!r})
     await sandbox.start(False)
     print(sandbox.folder, flush=True)
-    await sandbox.exec("setsid sleep 300 & sleep 300")
+    sandbox_isolation._LAUNCH = {launch!r} + sandbox_isolation._LAUNCH
+    await sandbox.exec("touch /workdir/ran; setsid sleep 300 & sleep 300")
 asyncio.run(main())
 """
 
 
 def test_killed_server_leaves_nothing_that_the_sweep_does_not_find(root: Path, runtime: str) -> None:
-    code = SERVER.format(tests=str(Path(__file__).parent), root=str(root), runtime=runtime)
+    code = SERVER.format(tests=str(Path(__file__).parent), root=str(root), runtime=runtime, launch="")
     server = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
     try:
         folder = Path(server.stdout.readline().strip())
@@ -232,6 +234,28 @@ def test_killed_server_leaves_nothing_that_the_sweep_does_not_find(root: Path, r
                            cwd=REPO, capture_output=True, text=True, env={**os.environ, "KEEP_SANDBOX": ""})
     assert swept.returncode == 0 and "1 sandboxes removed" in swept.stdout, (swept.stdout, swept.stderr)
     assert marked_processes(root) == [] and not folder.exists()
+
+
+def test_server_killed_before_bwrap_has_tied_itself_to_it(root: Path) -> None:
+    """The launcher waits for its parent's death here: bwrap then starts as an orphan, and the command must not run."""
+    orphan = 'while read -r _ _ _ parent _ </proc/$$/stat; [ "$parent" = "$PPID" ]; do sleep 0.05; done; '
+    code = SERVER.format(tests=str(Path(__file__).parent), root=str(root), runtime="bwrap", launch=orphan)
+    server = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    try:
+        folder = Path(server.stdout.readline().strip())
+        while not marked_processes(root) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marked_processes(root)
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+    while marked_processes(root) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = marked_processes(root)
+    sweep(root, "test-run")
+    assert left == [] and not (folder / "workdir/ran").exists()
 
 
 def test_links_of_the_agent_are_not_followed(root: Path, runtime: str, tmp_path: Path) -> None:
