@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import requests
 import torch
-from conftest import start_cpu_server
 from peft import LoraConfig, PeftModel, get_peft_model
+from policy_launch import start_cpu_server
 from safetensors.torch import save_file
 from transformers import Lfm2ForCausalLM
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from conftest import ADMIN_KEY, EnvServer
+from env_server_process import ADMIN_KEY, EnvServer
 
 CONTROL_PLANE = ["/", "/health", "/metadata", "/schema", "/state", "/reset", "/step", "/mcp", "/ws", "/web", "/docs",
                  "/openapi.json", "/envs", "/harbor_env/splits", "/harbor_env/num_tasks", "/harbor_env/task",

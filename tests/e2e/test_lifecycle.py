@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from conftest import EnvServer, start_server
+from env_server_process import EnvServer, start_server
 from scripted_engine import Reply, ScriptedEngine
 from test_rollout import assert_nothing_left, session_for
 

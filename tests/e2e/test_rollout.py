@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from conftest import EnvServer
+from env_server_process import EnvServer
 from header_proxy import HeaderProxy
 from openenv.core.harness import TrainableSession
 from scripted_engine import Reply, ScriptedEngine, bash_then_answer, encode, tool_results

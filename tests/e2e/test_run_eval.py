@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import free_port, needed
+from env_server_process import free_port, needed
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
