@@ -6,8 +6,10 @@ run_job.sh calls this when the policy server and the env server are up. By hand,
     RUN_DIR=runs/try bash serve_env.sh &
     RUN_DIR=runs/try MAX_STEPS=20 python train_lora.py        # or PRESET=local for the tiny model on this machine
 
-Each optimizer step trains one GRPO group: NUM_GENERATIONS rollouts of one task. Every knob is an environment variable
-(`python3 -m recipe.config table`); nothing is set twice.
+Each optimizer step trains one GRPO group: the graded ones of NUM_GENERATIONS rollouts of one task. A group whose
+rewards are all equal is a step too, of zero gradient, unless ZERO_CONTRAST=skip; groups that are too stale or have no
+graded rollout never are. When the tasks run out, they come again in the same order. Every knob is an environment
+variable (`python3 -m recipe.config table`); nothing is set twice.
 
 Reads   the tasks that the env server serves (split `train`), in their order; a SEED other than 0 shuffles them
 Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
@@ -136,7 +138,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
 
     heartbeat = HeartbeatCallback(run / "heartbeat.json", settings.max_steps)
     heartbeat.beat("train-setup")
-    metrics, stop = MetricsCallback(run / "metrics.jsonl"), StopCallback()
+    metrics = MetricsCallback(run / "metrics.jsonl", settings.token_budget, settings.ratio_stop)
+    stop = StopCallback()
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
     trainer = GroupGRPOTrainer(
@@ -147,7 +150,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),
         callbacks=[IsolationCallback(), heartbeat, metrics, stop,
                    CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
-        while_waiting=stop.raise_if_requested, canary=sync_canary)
+        while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip")
     trainer.remove_callback(PrinterCallback)
     print(f"short convolutions that keep packed sequences apart: {short_conv.isolate(trainer.model)}", flush=True)
     metrics.trainer = trainer

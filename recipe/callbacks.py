@@ -15,9 +15,8 @@ from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 
 from recipe import watchdog
 from recipe.group_trainer import GroupGRPOTrainer
-from recipe.groups import RowHealth, token_mean
+from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
 
-RATIO_BAND = (0.998, 1.002)  # where the mean ratio of rows sampled wholly under the trained weights must lie
 TRACE_INTERVAL = 10  # steps between two groups whose conversations go to trackio
 ETA_WINDOW = 20  # steps whose mean duration gives the time left
 
@@ -86,10 +85,14 @@ class StopCallback(TrainerCallback):
 
 
 class MetricsCallback(TrainerCallback):
-    """Prints one line a step and appends one JSON object a step to `path`; `summary()` tells the whole run."""
+    """Prints one line a step and appends one JSON object a step to `path`; `summary()` tells the whole run.
 
-    def __init__(self, path: Path):
-        self.path = path
+    Alarms are printed and recorded; with `ratio_stop` that of the importance ratio raises RatioOutside.
+    """
+
+    def __init__(self, path: Path, token_budget: int = 0, ratio_stop: bool = False):
+        self.path, self.ratio_stop = path, ratio_stop
+        self.ratio_alarm, self.oversize = RatioAlarm(), OversizeAlarm(token_budget)
         self.trainer: GroupGRPOTrainer | None = None  # set after the trainer is built
         self.began = self.last = time.monotonic()
         self.durations: list[float] = []
@@ -106,37 +109,37 @@ class MetricsCallback(TrainerCallback):
         self.durations.append(now - self.last)
         self.last = now
         record = self.record(state.global_step, state.max_steps, logs)
+        alarm = self.ratio_alarm.feed(record["fresh_ratio_mean"])
+        notes = self.oversize.feed(self.trainer.group_health) + ([alarm] if alarm else [])
+        record |= {"oversize_rows": self.oversize.oversize, "notes": notes}
         with self.path.open("a") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
-        print(line(record), flush=True)
+        print(line(record), *notes, sep="\n", flush=True)
+        if alarm and self.ratio_stop:
+            raise RatioOutside(alarm)
         if state.global_step % TRACE_INTERVAL == 1:
             group = self.trainer._rollout_dataset.last_group
             log_rollout_traces(group, state.global_step, args.report_to, max_traces=args.num_generations)
 
     def record(self, step: int, max_steps: int, logs: dict[str, Any]) -> dict[str, Any]:
         rows = self.trainer.group_health
-        fresh = [row for row in rows if row.fresh]
+        health = step_health(rows)
         rollouts = {row.rollout: row for row in rows}.values()
         rewards = [row.reward for row in rollouts]
-        spread = _std(rewards)
         recent = self.durations[-ETA_WINDOW:]
         self.steps += 1
         self.rows += len(rows)
-        self.fresh += fresh
-        self.no_contrast += spread == 0
+        self.fresh += [row for row in rows if row.fresh]
+        self.no_contrast += not health["contrast"]
         return _finite({
             "step": step, "max_steps": max_steps, "time": time.time(), "seconds": self.durations[-1],
             "eta_seconds": (max_steps - step) * sum(recent) / len(recent),
-            "reward_mean": sum(rewards) / len(rewards), "reward_std": spread, "rewards": rewards,
+            "reward_mean": sum(rewards) / len(rewards), "reward_std": _std(rewards), "rewards": rewards,
             "correct": sum(reward >= 1 for reward in rewards), "rollouts": len(rewards), "rows": len(rows),
             "tool_calls": sum(row.tool_calls for row in rollouts) / len(rewards),
             "tokens": sum(row.tokens for row in rows), "trained_tokens": sum(row.trained for row in rows),
-            "ratio_mean": token_mean(rows), "ratio_min": min(row.ratio_min for row in rows),
-            "ratio_max": max(row.ratio_max for row in rows),
-            "fresh_rows": len(fresh), "fresh_ratio_mean": token_mean(fresh) if fresh else None,
-            "staleness_mean": sum(row.staleness for row in rows) / len(rows),
-            "staleness_max": max(row.staleness for row in rows),
-            "skipped_groups": dict(self.trainer._rollout_dataset.skipped), "group_rows": [asdict(row) for row in rows],
+            **health, "skipped_groups": dict(self.trainer._rollout_dataset.skipped),
+            "group_rows": [asdict(row) for row in rows],
             "trl": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
         })
 
@@ -145,7 +148,7 @@ class MetricsCallback(TrainerCallback):
         ratios = [row.ratio for row in self.fresh]
         return _finite({
             "steps": self.steps, "seconds": time.monotonic() - self.began, "rows": self.rows,
-            "groups_without_contrast": self.no_contrast,
+            "groups_without_contrast": self.no_contrast, "oversize_rows": self.oversize.oversize,
             "skipped_groups": dict(self.trainer._rollout_dataset.skipped) if self.trainer._rollout_dataset else {},
             "fresh_rows": len(ratios), "fresh_ratio_mean": token_mean(self.fresh) if ratios else None,
             "fresh_ratio_min": min(ratios, default=None), "fresh_ratio_max": max(ratios, default=None),

@@ -86,6 +86,11 @@ class Settings:
                                    check=between(0, 1))
     token_budget: int = knob(0, "TOKEN_BUDGET", "tokens of one packed row; 0 puts one sequence in a row", "tokens",
                              at_least(0))
+    zero_contrast: str = knob("train", "ZERO_CONTRAST", "groups whose rewards are all equal: train makes them a step "
+                              "of zero gradient, as GRPO does; skip gives the step to the next group",
+                              check=one_of("train", "skip"))
+    ratio_stop: bool = knob(False, "RATIO_STOP", "end the run when the importance ratio of fresh rows is outside "
+                            "0.998-1.002 for three steps running, instead of warning")
     dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine",
                       check=one_of("bfloat16", "float32"), local="float32")
     attention: str = knob("auto", "ATTENTION", "attention of the trainer; auto takes the first that runs here: "

@@ -26,7 +26,8 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, Dat
 
 from recipe import task_cursor
 from recipe.canary import Canary
-from recipe.groups import GroupCollator, GroupStream, RowHealth, measure_ratio, token_mean
+from recipe.groups import GroupCollator, GroupStream, measure_policy
+from recipe.health import RowHealth, step_health
 from recipe.sync_log import SyncLog
 from recipe.task_cursor import ExactCursor
 from recipe.trl_shape import expect_parameters, expect_source
@@ -66,17 +67,18 @@ class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
     `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
-    `canary` checks each sync.
+    `canary` checks each sync; `skip_flat` leaves groups without contrast out.
     """
 
     def __init__(self, *args: Any, on_skip: Callable[[str], None] = lambda reason: None,
-                 while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None, **kwargs: Any):
+                 while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None,
+                 skip_flat: bool = False, **kwargs: Any):
         check_shape()
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
-        self.on_skip, self.while_waiting, self.canary = on_skip, while_waiting, canary
+        self.on_skip, self.while_waiting, self.canary, self.skip_flat = on_skip, while_waiting, canary, skip_flat
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
 
@@ -87,7 +89,7 @@ class GroupGRPOTrainer(ExactCursor):
 
         self._rollout_dataset = GroupStream(
             self.rollout_queue, lambda: self.model_version, check_health, self.args.max_staleness,
-            self._trained_groups, self.on_skip, self.syncs)
+            self._trained_groups, self.on_skip, self.syncs, self.skip_flat)
         collator = GroupCollator(self.processing_class.pad_token_id, groups_trained=self._trained_groups,
                                  metrics=self._metrics["train"], token_budget=self.args.token_budget or 0,
                                  version=lambda: self.model_version, syncs=self.syncs)
@@ -106,18 +108,22 @@ class GroupGRPOTrainer(ExactCursor):
                      num_items_in_batch: Any = None) -> torch.Tensor:
         keeper = KeepOutputs(model)
         loss = super().compute_loss(keeper, inputs, num_items_in_batch=num_items_in_batch)
-        measure_ratio(keeper.outputs.log_probs.detach()[0], inputs)
+        measure_policy(keeper.outputs.log_probs.detach()[0], keeper.outputs.entropy.detach()[0], inputs,
+                       self.epsilon_low, self.epsilon_high)
         return loss * inputs["weight"]
 
     def _log_group(self) -> None:
-        fresh = [h for h in self.group_health if h.fresh]
+        """The step's health into TRL's metrics, from which it goes to trackio."""
+        health = step_health(self.group_health)
         sink = self._metrics["train"]
-        sink["ratio/min"].append(min(h.ratio_min for h in self.group_health))
-        sink["ratio/max"].append(max(h.ratio_max for h in self.group_health))
-        sink["sample/staleness_mean"].append(sum(h.staleness for h in self.group_health) / len(self.group_health))
-        sink["sample/fresh_rows_total"].append(float(len(fresh)))
-        if fresh:
-            sink["ratio/fresh"].append(token_mean(fresh))
+        for name in ("ratio_mean", "ratio_min", "ratio_max", "clipped", "kl", "entropy", "staleness_mean", "forks",
+                     "ungraded_rollouts", "contrast", "fresh_rows", "fresh_ratio_mean"):
+            if health[name] is not None:
+                sink[f"health/{name}"].append(float(health[name]))
+        for age, of_age in health["by_staleness"].items():
+            sink[f"health/ratio_mean_stale_{age}"].append(of_age["ratio_mean"])
+        for reason, count in self._rollout_dataset.skipped.items() if self._rollout_dataset else ():
+            sink[f"health/skipped_{reason.replace(' ', '_')}"].append(float(count))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """HF's count takes one tensor of tokens; a group is several rows."""

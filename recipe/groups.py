@@ -1,8 +1,8 @@
 """GRPO groups on their way from the rollout worker's queue to the trainer: whole, cut into rows, each with its health.
 
 The worker queues training rows; `GroupStream` puts a group's rows together again, `GroupCollator` cuts the group into
-the rows of one optimizer step and weights each by its trained tokens, and `measure_ratio` fills in what the forward
-pass says about the importance ratio of every sequence.
+the rows of one optimizer step and weights each by its trained tokens, and `measure_policy` fills in what the forward
+pass says about every sequence.
 """
 
 from __future__ import annotations
@@ -19,57 +19,46 @@ from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollou
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe.attention import sequence_spans
+from recipe.health import RowHealth, has_contrast
 from recipe.rollout_worker import ROW
 from recipe.sync_log import SyncLog
 
 POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty
 MAX_UNGRADED_GROUPS = 10  # in a row; more means that rollouts do not run at all
+MAX_FLAT_GROUPS = 100  # in a row; more means that these tasks teach this policy nothing
 
 
 class NoGradedRollouts(RuntimeError):
     """Group after group came back without one graded rollout."""
 
 
-@dataclass
-class RowHealth:
-    """One trained sequence, as metrics.jsonl records it."""
-
-    group: int
-    rollout: int
-    tokens: int
-    trained: int  # tokens that carry loss
-    tool_calls: int
-    reward: float
-    advantage: float
-    staleness: int  # optimizer steps between the weights that sampled the first token and those that are trained
-    fresh: bool  # sampled from first to last token under the weights that are trained
-    ratio: float = float("nan")  # mean importance ratio of the trained tokens
-    ratio_min: float = float("nan")
-    ratio_max: float = float("nan")
+class NoContrast(RuntimeError):
+    """Group after group had equal rewards, and ZERO_CONTRAST=skip leaves such groups out."""
 
 
 class GroupStream(IterableDataset):
     """Yields one group after the other as a list of sample dicts, in the order in which they were finished.
 
     Groups with a rollout that began more than `max_staleness` optimizer steps ago and groups without a graded rollout
-    are left out, counted in `skipped` and reported to `on_skip(reason)`.
+    are left out, counted in `skipped` and reported to `on_skip(reason)`; with `skip_flat` so are groups whose rewards
+    are all equal.
     """
 
     def __init__(self, rows: Any, version: Callable[[], int], check_health: Callable[[], None], max_staleness: int,
-                 done: set[int], on_skip: Callable[[str], None], syncs: SyncLog):
+                 done: set[int], on_skip: Callable[[str], None], syncs: SyncLog, skip_flat: bool = False):
         self.rows, self.version, self.check_health, self.syncs = rows, version, check_health, syncs
-        self.max_staleness, self.done, self.on_skip = max_staleness, done, on_skip
+        self.max_staleness, self.done, self.on_skip, self.skip_flat = max_staleness, done, on_skip, skip_flat
         self.wait_s = 0.0  # read and reset by the trainer at each step
-        self.skipped = {"stale": 0, "ungraded": 0}
+        self.skipped = {"stale": 0, "ungraded": 0, "no contrast": 0}
         self.last_group: list[RolloutSample] = []
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        ungraded = 0
+        ungraded = flat = 0
         while True:
             group = self._next_group()
             reason = self._unusable(group)
             if reason is None:
-                ungraded = 0
+                ungraded = flat = 0
                 self.last_group = group
                 yield [self._as_dict(sample) for sample in group]
                 continue
@@ -78,6 +67,10 @@ class GroupStream(IterableDataset):
             self.skipped[reason] += 1
             self.on_skip(reason)
             ungraded = ungraded + 1 if reason == "ungraded" else 0
+            flat = flat + 1 if reason == "no contrast" else 0
+            if flat >= MAX_FLAT_GROUPS:
+                raise NoContrast(f"the rewards of {flat} groups in a row were all equal: every task is solved always "
+                                 "or never. Choose other tasks, or set ZERO_CONTRAST=train to go through them anyway.")
             if ungraded >= MAX_UNGRADED_GROUPS:
                 raise NoGradedRollouts(
                     f"{ungraded} groups in a row had no graded rollout, so there is nothing to train on. The reasons "
@@ -87,7 +80,9 @@ class GroupStream(IterableDataset):
         if not group[0].input_ids:
             return "ungraded"
         oldest = min(sampled_by(row.metrics, row.model_version, self.syncs)[0] for row in group)
-        return "stale" if self.version() - oldest > self.max_staleness else None
+        if self.version() - oldest > self.max_staleness:
+            return "stale"
+        return "no contrast" if self.skip_flat and not has_contrast([r.metrics["reward"] for r in group]) else None
 
     def _next_group(self) -> list[RolloutSample]:
         """All rows of the next group: the worker queues them one after the other and says how many they are."""
@@ -164,19 +159,25 @@ def row_health(sample: dict[str, Any], version: int, syncs: SyncLog) -> RowHealt
     return RowHealth(group=sample["group_id"], rollout=int(m[ROW + "rollout"]), tokens=len(sample["input_ids"]),
                      trained=sum(sample["completion_mask"]), tool_calls=int(m[ROW + "tool_calls"]), reward=m["reward"],
                      advantage=sample["advantage"], staleness=version - began,
-                     fresh=began == ended == version)
+                     fresh=began == ended == version, sampled=int(m[ROW + "rollouts"]))
 
 
-def measure_ratio(log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
-    """Writes the importance ratio of each sequence into its RowHealth; `log_probs` (T - 1,) begin with token 1."""
+def measure_policy(log_probs: torch.Tensor, entropy: torch.Tensor, inputs: dict[str, Any], low: float, high: float
+                   ) -> None:
+    """Writes what the forward pass says about each sequence into its RowHealth.
+
+    `log_probs` and `entropy` (T - 1,) begin with token 1; `low` and `high` are how far the ratio may leave 1.
+    """
     mask = inputs["completion_mask"][0].bool()
     log_ratio = torch.zeros(mask.shape, device=log_probs.device)
     log_ratio[1:] = log_probs - inputs["old_log_probs"][0, 1:]
+    entropy = torch.cat([entropy.new_zeros(1), entropy])
     for health, (start, end) in zip(inputs["health"], sequence_spans(inputs["position_ids"][0]), strict=True):
-        ratio = log_ratio[start:end][mask[start:end]].exp()
-        health.ratio, health.ratio_min, health.ratio_max = (float(x) for x in (ratio.mean(), ratio.min(), ratio.max()))
-
-
-def token_mean(rows: list[RowHealth]) -> float:
-    """Mean importance ratio over the trained tokens of `rows`."""
-    return sum(h.ratio * h.trained for h in rows) / sum(h.trained for h in rows)
+        trained = mask[start:end]
+        logs = log_ratio[start:end][trained]
+        ratio = logs.exp()
+        clipped = ratio > 1 + high if health.advantage > 0 else ratio < 1 - low
+        figures = (ratio.mean(), ratio.min(), ratio.max(), (clipped & (health.advantage != 0)).float().mean(),
+                   (ratio - 1 - logs).mean(), entropy[start:end][trained].mean())
+        (health.ratio, health.ratio_min, health.ratio_max, health.clipped, health.kl,
+         health.entropy) = torch.stack([f.float() for f in figures]).tolist()

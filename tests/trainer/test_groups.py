@@ -11,15 +11,17 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe.callbacks import line, summary_text
 from recipe.groups import (
+    MAX_FLAT_GROUPS,
     MAX_UNGRADED_GROUPS,
     GroupCollator,
     GroupStream,
+    NoContrast,
     NoGradedRollouts,
-    RowHealth,
-    measure_ratio,
+    measure_policy,
     pack,
     row_health,
 )
+from recipe.health import RowHealth
 from recipe.rollout_worker import ROW
 from recipe.sync_log import SyncLog
 
@@ -30,12 +32,12 @@ for number in range(1, 7):
 
 
 def sample(group: int, rows: int, tokens: int = 6, trained: int = 2, version: int = 1, rollout: int = 0,
-           calls: tuple[float, float] | None = None) -> RolloutSample:
+           calls: tuple[float, float] | None = None, reward: float = 1.0) -> RolloutSample:
     """A row dispatched under `version`; its model is called at the times `calls`, soon after by default."""
     first, last = calls or (10.0 * version + 3, 10.0 * version + 5)
     mask = [0] * (tokens - trained) + [1] * trained
-    metrics = {"reward": 1.0, ROW + "rows": rows, ROW + "rollout": rollout, ROW + "tool_calls": 3.0,
-               ROW + "first_call": first, ROW + "last_call": last}
+    metrics = {"reward": reward, ROW + "rollouts": 4.0, ROW + "rows": rows, ROW + "rollout": rollout,
+               ROW + "tool_calls": 3.0, ROW + "first_call": first, ROW + "last_call": last}
     return RolloutSample(prompt=[], completion=[], input_ids=list(range(tokens)), completion_mask=mask,
                          old_log_probs=[-0.5] * tokens, advantage=1.0, model_version=version, group_id=group,
                          metrics=metrics)
@@ -59,8 +61,25 @@ def test_stale_and_ungraded_groups_are_skipped_counted_and_done():
     source = stream([sample(0, 2, version=1), sample(0, 2, version=1), sample(1, 1, tokens=0, trained=0, version=6),
                      sample(2, 1, version=2)], version=6, on_skip=reasons.append)
     assert next(iter(source))[0]["group_id"] == 2  # four steps old: the oldest usable
-    assert reasons == ["stale", "ungraded"] and source.skipped == {"stale": 1, "ungraded": 1}
+    assert reasons == ["stale", "ungraded"] and source.skipped == {"stale": 1, "ungraded": 1, "no contrast": 0}
     assert source.done == {0, 1}, "a resumed run does not begin before them"
+
+
+def test_groups_without_contrast_are_trained_or_skipped_by_setting():
+    rows = [sample(0, 2, reward=1.1), sample(0, 2, reward=1.1), sample(1, 2, reward=1.1), sample(1, 2)]
+    assert next(iter(stream(rows)))[0]["group_id"] == 0
+    reasons = []
+    source = stream(rows, skip_flat=True, on_skip=reasons.append)
+    assert next(iter(source))[0]["group_id"] == 1
+    assert reasons == ["no contrast"] and source.skipped["no contrast"] == 1 and source.done == {0}
+
+
+def test_tasks_without_any_contrast_end_the_training():
+    flat = [sample(g, 1) for g in range(MAX_FLAT_GROUPS)]
+    with pytest.raises(NoContrast, match=f"{MAX_FLAT_GROUPS} groups in a row.*ZERO_CONTRAST=train"):
+        next(iter(stream(flat, skip_flat=True)))
+    other = [sample(999, 2), sample(999, 2, reward=0.0)]
+    assert next(iter(stream([*flat[1:], *other], skip_flat=True)))[0]["group_id"] == 999
 
 
 def test_rollouts_that_never_run_end_the_training():
@@ -135,7 +154,7 @@ def test_age_of_a_group_is_that_of_its_oldest_rollout():
     late, early = sample(0, 2, version=1, calls=(53, 55)), sample(0, 2, version=1, calls=(13, 55))
     groups = stream([late, late, early, late, sample(1, 1, version=6)], version=6)
     assert [next(iter(groups))[0]["group_id"] for _ in range(2)] == [0, 1]
-    assert groups.skipped == {"stale": 1, "ungraded": 0}
+    assert groups.skipped == {"stale": 1, "ungraded": 0, "no contrast": 0}
 
 
 def test_ratio_of_each_packed_sequence():
@@ -145,10 +164,23 @@ def test_ratio_of_each_packed_sequence():
     log_probs = torch.full((8,), -0.5)  # as sampled, ratio 1 ...
     log_probs[3] = -0.5 + 0.3  # ... but for the last token of the first sequence
     log_probs[4] = 7.0  # predicts the second sequence's first token from the first sequence: never used
-    measure_ratio(log_probs, row)
+    entropy = torch.arange(8.0)
+    measure_policy(log_probs, entropy, row, low=0.2, high=0.28)
     first, second = row["health"]
-    assert first.ratio == pytest.approx((1 + 2.718281828 ** 0.3) / 2) and first.ratio_min == pytest.approx(1)
+    high = math.exp(0.3)
+    assert first.ratio == pytest.approx((1 + high) / 2) and first.ratio_min == pytest.approx(1)
+    assert first.ratio_max == pytest.approx(high) and first.clipped == 0.5, "advantage 1: only above 1.28"
+    assert first.kl == pytest.approx((high - 1 - 0.3) / 2, abs=1e-6) and first.entropy == 2.5, "of tokens 3 and 4"
     assert (second.ratio, second.ratio_min, second.ratio_max) == pytest.approx((1, 1, 1))
+    assert (second.clipped, second.entropy) == (0, 6) and second.kl == pytest.approx(0)
+    for advantage, clipped in ((-1.0, 0), (0.0, 0)):  # a high ratio is not clipped where it is to be lowered
+        first.advantage = advantage
+        measure_policy(log_probs, entropy, row, low=0.2, high=0.28)
+        assert first.clipped == clipped
+    log_probs[3] = -0.5 - 0.3
+    first.advantage = -1.0
+    measure_policy(log_probs, entropy, row, low=0.2, high=0.28)
+    assert first.clipped == 0.5
 
 
 def test_summary_counts_rows_outside_the_band():
@@ -161,7 +193,7 @@ def test_summary_counts_rows_outside_the_band():
 
 
 def test_line_of_a_step_names_every_figure():
-    health = RowHealth(0, 0, 10, 2, 1, 1.0, 0.0, 0, True, 1.0, 0.9, 1.1)
+    health = RowHealth(0, 0, 10, 2, 1, 1.0, 0.0, 0, True, ratio_min=0.9, ratio_max=1.1)
     record = {"step": 7, "max_steps": 30, "seconds": 12.3, "eta_seconds": 3700, "reward_mean": 0.52, "reward_std": 0.5,
               "correct": 2, "rollouts": 4, "rows": 5, "tool_calls": 2.25, "tokens": 10240, "trained_tokens": 300,
               "ratio_mean": 1.0001, "ratio_min": health.ratio_min, "ratio_max": health.ratio_max, "fresh_rows": 2,
