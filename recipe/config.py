@@ -65,7 +65,7 @@ class Settings:
     model: str = knob("LiquidAI/LFM2.5-2.6B", "MODEL", "base model: Hub id or folder", local=str(REPO / "tiny/model"))
     model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
     adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter", check=repo_id)
-    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 30)
+    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 40)
     seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
     n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64)
     n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64)
@@ -78,7 +78,7 @@ class Settings:
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
-                                local=5e-4)
+                                local=1e-3)
     num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
     max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4)
     max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))

@@ -29,7 +29,7 @@ _CODAS = ("", "", "l", "n", "r", "s", "k")
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of question. `pipeline` prints the answer; its fields are {file}, {k} (column, from 1) and {value}."""
+    """One kind of question. `pipeline` prints the answer; its fields are {file} and {k} (column, from 1)."""
 
     name: str
     column: str | None  # which column it asks about: label, category, number or None
@@ -46,8 +46,8 @@ KINDS = {kind.name: kind for kind in (
          "head -n 2 {file} | tail -n 1 | cut -d, -f{k}", "easy"),
     Kind("last", "label", "What is column {k} ({name}) of the last data row?",
          "tail -n 1 {file} | cut -d, -f{k}", "easy"),
-    Kind("count", "category", "How many data rows have {value} in column {k} ({name})?",
-         "cut -d, -f{k} {file} | grep -c -x {value}", "medium"),
+    Kind("runner_up", "number", "What is the second largest value of column {k} ({name})?",
+         "tail -n +2 {file} | cut -d, -f{k} | sort -n | tail -n 2 | head -n 1", "medium"),
     Kind("distinct", "category", "How many different values does column {k} ({name}) have?",
          "tail -n +2 {file} | cut -d, -f{k} | sort -u | wc -l", "medium"),
     Kind("largest", "number", "What is the largest value of column {k} ({name})?",
@@ -69,7 +69,6 @@ class LocalTask:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     k: int  # column asked about, from 1; 0 where the question is about whole rows
-    value: str  # the value to look for; empty unless the kind is `count`
 
     @property
     def csv(self) -> str:
@@ -78,7 +77,7 @@ class LocalTask:
     @property
     def question(self) -> str:
         column = self.header[self.k - 1] if self.k else ""
-        return self.kind.question.format(k=self.k, name=column, value=self.value)
+        return self.kind.question.format(k=self.k, name=column)
 
     @property
     def instruction(self) -> str:
@@ -89,7 +88,7 @@ class LocalTask:
     @property
     def pipeline(self) -> str:
         """Shell pipeline that prints the answer inside the sandbox."""
-        return self.kind.pipeline.format(file=f"{INPUT_DIR}/{self.file_name}", k=self.k, value=self.value)
+        return self.kind.pipeline.format(file=f"{INPUT_DIR}/{self.file_name}", k=self.k)
 
     @property
     def answer(self) -> str:
@@ -107,7 +106,7 @@ _ANSWERS: dict[str, Callable[[LocalTask], str]] = {
     "rows": lambda t: str(len(t.rows)),
     "first": lambda t: _column(t)[0],
     "last": lambda t: _column(t)[-1],
-    "count": lambda t: str(_column(t).count(t.value)),
+    "runner_up": lambda t: str(sorted(map(int, _column(t)))[-2]),
     "distinct": lambda t: str(len(set(_column(t)))),
     "largest": lambda t: str(max(map(int, _column(t)))),
     "smallest": lambda t: str(min(map(int, _column(t)))),
@@ -161,7 +160,6 @@ def make_task(rng: random.Random, split: str, kind: Kind, index: int) -> LocalTa
         header=tuple(columns[c][0] for c in order),
         rows=tuple(zip(*(columns[c][1] for c in order), strict=True)),
         k=order.index(kind.column) + 1 if kind.column else 0,
-        value=rng.choice(columns["category"][1]) if kind.name == "count" else "",
     )
 
 

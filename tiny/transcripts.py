@@ -18,11 +18,11 @@ Message = dict[str, Any]
 PROMPT_FILE = Path(__file__).parent / "opencode_prompt.json"
 TRAINING_HIDES = ("task", "webfetch")  # tools that OpenEnv switches off in rollouts for training
 
-# Shares of each behaviour; the right one of every row together make about 0.36.
+# Shares of each behaviour; the right one of every row together make about 0.37.
 P_NO_CALL = 0.04  # stops without doing anything
 P_LOOK = 0.12  # prints the top of the file first: right, but one call more
 P_HEADER = 0.15  # takes the header for data
-TARGETS = {f" > {ANSWER_FILE}": 0.42, " > /workdir/result.txt": 0.26, " > /workdir/output.txt": 0.12, "": 0.20}
+TARGETS = {f" > {ANSWER_FILE}": 0.44, " > /workdir/result.txt": 0.26, " > /workdir/output.txt": 0.12, "": 0.18}
 FINAL = "Done."
 
 
