@@ -61,6 +61,8 @@ class Job:
         inherited = {k: v for k, v in os.environ.items() if k not in ("ENV_PYTHON", "RUN_DIR", "PRESET")}
         self.process = subprocess.Popen(
             ["bash", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            # Tests in the background (`... &`) inherit an ignored SIGINT, and bash cannot trap what it got ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env=inherited | ports | {"RUN_DIR": str(run), "JOB_MARK": self.mark, "STEP_GRACE": "2",
                                      "SERVER_GRACE": "2"} | env)
 
