@@ -86,6 +86,15 @@ else
   if [[ $mode == train ]]; then command+=(--dev-mode); else command+=(--enable-lora --max-lora-rank "$rank"); fi
 fi
 
+if [[ $THINKING == closed ]]; then
+  template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-closed-$POLICY_PORT.jinja
+  command+=(--chat-template "$template")
+  if ((!print_only)); then
+    if [[ $ENGINE == vllm ]]; then python3 -m recipe.chat_template "$template"
+    else "$TRAINER_PYTHON" -m recipe.chat_template "$template"; fi
+  fi
+fi
+
 case $POLICY_HOST in
   127.* | localhost | ::1) ;;
   *) [[ $mode == eval ]] || echo "serve_policy.sh: WARNING: POLICY_HOST=$POLICY_HOST is reachable from other machines, and" \

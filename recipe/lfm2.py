@@ -22,6 +22,7 @@ from transformers import (
 )
 from trl.chat_template_utils import lfm2_2_5_template
 
+from recipe.chat_template import closed_thinking
 from recipe.config import Settings
 
 # The projections of the short convolution. PEFT matches targets by suffix, so "out_proj" alone would also adapt
@@ -96,6 +97,8 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """
     tokenizer = AutoTokenizer.from_pretrained(settings.model, **hub_revision(settings))
     tokenizer.response_template = lfm2_2_5_template
+    if settings.thinking == "closed":
+        tokenizer.chat_template = closed_thinking(tokenizer.chat_template or "")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

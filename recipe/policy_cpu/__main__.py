@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.ports import PortBusy, bind
@@ -23,6 +24,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--max-model-len", type=int, default=16384, help="prompt and output, in tokens")
     parser.add_argument("--max-parameters", type=int, default=200_000_000, help="largest model that is served")
+    parser.add_argument("--chat-template", type=Path, help="file with another chat template than the model's own")
     parser.add_argument("--dev-mode", action="store_true", help="serve the pausing and weight-update routes")
     parser.add_argument("--enable-lora", action="store_true", help="serve adapters loaded at run time")
     parser.add_argument("--max-lora-rank", type=int, default=32)

@@ -30,6 +30,8 @@ def load_service(args: argparse.Namespace, on_death: Callable[[], None] = lambda
     config = _checked_config(args.model, args.max_parameters, args.max_model_len)
     dtype = getattr(torch, args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.chat_template:
+        tokenizer.chat_template = args.chat_template.read_text()
     missing = [token for token in (START, END) if token not in tokenizer.get_vocab()]
     if missing or not tokenizer.chat_template:
         raise ModelRefused(f"the tokenizer of {args.model} lacks {missing or 'a chat template'}: "
