@@ -1,6 +1,6 @@
 """Makes tiny/model: an LFM2.5-shaped model of about a million parameters that acts, not well, in OpenCode's format.
 
-    python -m tiny.make_tiny                          # 2 minutes with --device cuda, 15 on a CPU core; overwrites tiny/model
+    python -m tiny.make_tiny                          # 2 minutes with --device cuda, 15 on a CPU; overwrites tiny/model
     python -m tiny.make_tiny --steps 300 --out /tmp/m # a cruder one
 
 It is trained from scratch in three phases: repeated random tokens, until it can copy what stands earlier in the
