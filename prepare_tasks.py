@@ -3,6 +3,7 @@
     RUN_DIR=runs/a python prepare_tasks.py             # the recipe's tasks, from the Hub (data/*.json)
     RUN_DIR=runs/a python prepare_tasks.py --local     # generated tasks, no network
     python prepare_tasks.py --local --out /tmp/tasks --split test
+    RUN_DIR=runs/a python prepare_tasks.py --subset 20 # 20 of each split, the difficulties in their shares
 
 Each task appears as a whole or not at all, and what is there already is checked and kept: an interrupted run is
 continued by the same command. $RUN_DIR/tasks/<split>.json lists the tasks in the recipe's order.
@@ -18,9 +19,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recipe import hub_tasks, local_tasks
+from recipe import hub_tasks, local_tasks, subset
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.watchdog import write_atomic
 
 SPLITS = ("train", "test")
 DOWNLOADS = 16  # at once
@@ -35,23 +37,25 @@ def local_source(split: str, n: int, seed: int) -> list[tuple[str, Load]]:
     return [(task.name, loader(task)) for task in local_tasks.generate(split, n, seed)]
 
 
-def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None = None) -> list[tuple[str, Load]]:
-    """The first `n` tasks of the list. `fetch` is a seam for the tests. Raises SettingsError when `n` is too large."""
+def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None = None, seed: int = 0
+               ) -> list[tuple[str, Load]]:
+    """`n` tasks of the list in its order, each difficulty in its share; `seed` chooses which. `fetch` is a seam for
+    the tests. Raises SettingsError when `n` is too large."""
     if n > len(pinned.tasks):
         raise SettingsError(f"{n} tasks are asked of {pinned.dataset}, the pinned list has {len(pinned.tasks)}: lower "
                             "N_TRAIN_TASKS or N_TASKS.")
+    chosen = subset.stratified(pinned.tasks, n, lambda t: t.name, lambda t: t.difficulty, seed)
     fetch = fetch or hub_tasks.hub_fetch(pinned.dataset, pinned.revision)
-    return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch)) for task in pinned.tasks[:n]]
+    return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch)) for task in chosen]
 
 
-def write_task(folder: Path, contents: dict[str, bytes]) -> bool:
-    """Makes `folder` hold exactly `contents`, atomically. Returns False when it already did."""
+def write_task(folder: Path, contents: dict[str, bytes], part: Path) -> bool:
+    """Makes `folder` hold exactly `contents`, atomically through `part`. Returns False when it already did."""
     if folder.is_dir():
         there = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         if there == contents:
             return False
         shutil.rmtree(folder)
-    part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     for relative, content in contents.items():
         path = part / relative
@@ -65,15 +69,26 @@ def write_task(folder: Path, contents: dict[str, bytes]) -> bool:
 def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path) -> tuple[int, int]:
     """Writes the tasks to out/split, removes other tasks there, and lists them. Returns (all, newly written)."""
     tasks = list(tasks)
-    folder = out / split
+    folder, parts, listing = out / split, out / f".{split}.part", out / f"{split}.json"
     folder.mkdir(parents=True, exist_ok=True)
+    listing.unlink(missing_ok=True)  # it says that all are there
+
+    def write(task: tuple[str, Load]) -> bool:
+        return write_task(folder / task[0], task[1](), parts / task[0])
+
     with ThreadPoolExecutor(DOWNLOADS) as pool:
-        written = list(pool.map(lambda task: write_task(folder / task[0], task[1]()), tasks))
+        jobs = [pool.submit(write, task) for task in tasks]
+        try:
+            written = [job.result() for job in jobs]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # the first failure is told at once
+            raise
     names = [name for name, _ in tasks]
     for other in folder.iterdir():
-        if other.name not in names and (other.name.endswith(".part") or (other / "task.toml").is_file()):
+        if other.name not in names and (other / "task.toml").is_file():
             shutil.rmtree(other)
-    (out / f"{split}.json").write_text(json.dumps({"split": split, "tasks": names}, indent=1) + "\n")
+    shutil.rmtree(parts, ignore_errors=True)
+    write_atomic(listing, json.dumps({"split": split, "tasks": names}, indent=1) + "\n")
     return len(names), sum(written)
 
 
@@ -82,17 +97,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--local", action="store_true", help="use the local preset: generated tasks, no network")
     parser.add_argument("--split", choices=SPLITS, action="append", help="only this split (default: both)")
     parser.add_argument("--out", type=Path, help="folder to write to (default: $RUN_DIR/tasks)")
+    parser.add_argument("--subset", type=int, metavar="N", help="tasks of each split (default: N_TRAIN_TASKS, N_TASKS)")
     args = parser.parse_args(argv)
     try:
         settings = Settings.load(preset="local" if args.local else None)
         out = args.out or settings.run_path / "tasks"
+        lists = {}
+        if settings.preset != "local":
+            lists = {split: hub_tasks.TaskList.read(REPO / "data" / f"{split}.json") for split in SPLITS}
+            hub_tasks.check_disjoint(*lists.values())
         for split in args.split or SPLITS:
-            n = settings.n_train_tasks if split == "train" else settings.n_tasks
+            n = args.subset or (settings.n_train_tasks if split == "train" else settings.n_tasks)
             if settings.preset == "local":
                 source, tasks = f"generated, seed {settings.seed}", local_source(split, n, settings.seed)
             else:
-                pinned = hub_tasks.TaskList.read(REPO / "data" / f"{split}.json")
-                source, tasks = f"{pinned.dataset}@{pinned.revision[:12]}", hub_source(pinned, n)
+                # The held-out tasks are the same in every run; SEED chooses among the training tasks only.
+                pinned, seed = lists[split], settings.seed if split == "train" else 0
+                source, tasks = f"{pinned.dataset}@{pinned.revision[:12]}", hub_source(pinned, n, seed=seed)
             total, new = materialize(split, tasks, out)
             print(f"[tasks] {split}: {total} tasks ({new} new, {total - new} unchanged) in {out / split}; {source}")
     except SettingsError as err:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe import pristine, report, watchdog
+from recipe import pristine, report, subset, watchdog
 from recipe.adapters import ADAPTER_FILES, check_adapter
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, fingerprint, run_cells
 from recipe.config import Settings
@@ -58,22 +58,14 @@ def _task(folder: Path, ref: Any) -> EvalTask:
 
 
 def stratified(tasks: Sequence[EvalTask], n: int) -> list[EvalTask]:
-    """`n` of `tasks` with each (difficulty, kind) in its share, chosen by the hash of the name alone.
+    """`n` of `tasks` with each (difficulty, kind) in its share, the same for every checkpoint, run and order served.
 
-    So the subset is the same for every checkpoint and run, and a smaller one lies inside a larger one's strata.
-    Shares are rounded by largest remainder; raises ValueError when fewer than `n` tasks exist.
+    Raises ValueError when fewer than `n` tasks exist.
     """
     if n > len(tasks):
         raise ValueError(f"N_TASKS={n}, but only {len(tasks)} held-out tasks are served: lower N_TASKS or prepare more")
-    strata: dict[tuple[str, str], list[EvalTask]] = {}
-    for task in sorted(tasks, key=lambda t: hashlib.sha256(t.name.encode()).digest()):
-        strata.setdefault((task.difficulty, task.kind), []).append(task)
-    exact = {key: n * len(members) / len(tasks) for key, members in strata.items()}
-    quota = {key: int(share) for key, share in exact.items()}
-    by_remainder = sorted(strata, key=lambda key: (quota[key] - exact[key], key))
-    for key in by_remainder[: n - sum(quota.values())]:
-        quota[key] += 1
-    return sorted((t for key, members in strata.items() for t in members[: quota[key]]), key=lambda t: t.index)
+    chosen = subset.stratified(tasks, n, lambda t: t.name.rsplit("/", 1)[-1], lambda t: (t.difficulty, t.kind))
+    return sorted(chosen, key=lambda t: t.index)
 
 
 def digest_of(files: Iterable[Path]) -> str:

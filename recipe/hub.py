@@ -52,8 +52,10 @@ def explain(err: BaseException, repo: str) -> str:
         401: "HF_TOKEN is missing or not valid: set a token of https://huggingface.co/settings/tokens.",
         403: f"HF_TOKEN may not write to {repo}: give it write permission for {repo.split('/')[0]} at "
              "https://huggingface.co/settings/tokens.",
-        404: f"{repo} does not exist or HF_TOKEN may not see it: check ADAPTER_REPO.",
+        404: f"{repo} does not exist or HF_TOKEN may not see it: check its name.",
     }.get(status_of(err) or 0, "")
+    if type(err).__name__ == "GatedRepoError":
+        advice = f"Accept the conditions of {repo} on its page, with the account of HF_TOKEN."
     return f"{type(err).__name__}: {what}" + (f" {advice}" if advice else "")
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipe import hub
+
 FILES = ("task.toml", "instruction.md", "environment/Dockerfile", "environment/pull_bucket.py", "tests/test.sh",
          "tests/grader.py")
 DOCKER_IMAGE = "docker.io/savatar101/env-data-agent-train:base"
@@ -48,18 +50,31 @@ class TaskList:
 
 def hub_fetch(dataset: str, revision: str) -> Fetch:
     """Downloads single files into the Hub cache; what is there already costs no request (the revision is a commit)."""
-    import httpx
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
 
     def fetch(path: str) -> Path:
         try:
-            return Path(hf_hub_download(dataset, path, repo_type="dataset", revision=revision))
-        except (OSError, EntryNotFoundError, httpx.HTTPError) as err:
-            raise TaskError(f"{dataset}@{revision}: {path} can't be downloaded ({type(err).__name__}: {err}). "
-                            "Check the network and HF_TOKEN.") from err
+            return Path(hub.repeat(lambda: hf_hub_download(dataset, path, repo_type="dataset", revision=revision),
+                                   dataset, f"downloading {path}"))
+        except hub.HubError as err:
+            raise TaskError(f"{dataset}@{revision}: {err}") from err
 
     return fetch
+
+
+def notebook(name: str) -> str:
+    """The notebook that a task asks about: its questions are called <notebook>_qa_<number>."""
+    return name.rsplit("_qa_", 1)[0]
+
+
+def check_disjoint(train: TaskList, test: TaskList) -> None:
+    """Raises TaskError when the lists share a task, a notebook or an instruction."""
+    for what, key in (("task", lambda t: t.name), ("notebook", lambda t: notebook(t.name)),
+                      ("instruction (by its hash)", lambda t: t.sha256)):
+        shared = {key(task) for task in train.tasks} & {key(task) for task in test.tasks}
+        if shared:
+            raise TaskError(f"training and held-out tasks share the {what} {sorted(shared)[0]} and {len(shared) - 1} "
+                            "more, an evaluation would mean nothing: restore data/train.json and data/test.json")
 
 
 def sha256(data: bytes) -> str:
