@@ -31,7 +31,7 @@ FREE = {
     "sandbox_runtime", "keep_sandbox", "opencode_integrity", "engine", "public_port", "policy_port", "policy_host",
     "policy_gpu", "env_port", "gpu_memory_utilization", "prefix_caching", "save_steps", "stall_limit",
     "eval_concurrency", "eval_retries", "eval_poll", "eval_idle_limit", "trackio_project", "trackio_space", "run_dir",
-    "cache_dir", "canary_every", "canary_tolerance", "ratio_stop",
+    "cache_dir", "canary_every", "canary_tolerance", "ratio_stop", "keep_trials",
 }
 
 

@@ -1,0 +1,38 @@
+"""The README's two launch commands, run as they are printed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hub_double import HubDouble, hub_environ
+from test_launch import CODE, KEPT, launcher  # noqa: F401 (a fixture)
+
+from recipe.config import REPO
+
+
+def test_upload_and_launch_as_printed(hub: HubDouble, launcher: str, tmp_path: Path):  # noqa: F811
+    blocks = re.findall(r"```bash\n(.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    printed = [block.replace("YOU/", "me/") for block in blocks if "YOU/" in block]
+    assert any("hf upload" in block for block in printed) and any("run_job(" in block for block in printed)
+    # `uv run --with 'huggingface_hub>=2.4' python -` is the launcher's interpreter here.
+    uv = tmp_path / "bin/uv"
+    uv.parent.mkdir()
+    uv.write_text(f'#!/bin/sh\n[ "$1 $2 $4" = "run --with python" ] || exit 9\nshift 4\nexec {launcher} "$@"\n')
+    uv.chmod(0o755)
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, tmp_path)
+    environ["PATH"] = f"{uv.parent}:{Path(sys.executable).parent}:{environ['PATH']}"
+    for block in printed:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=REPO, env=environ, capture_output=True,
+                              text=True, timeout=120)
+        assert done.returncode == 0, block + done.stdout + done.stderr
+    (job,) = hub.jobs.values()
+    assert job["spec"]["expose"] == {"ports": [8000], "portsPublic": [8000]}
+    assert job["spec"]["timeoutSeconds"] == 72 * 3600 and job["spec"]["secrets"] == {"HF_TOKEN": "hf_write"}
+    uploaded = hub.repo(CODE).files()
+    needed = {"run_job.sh", "setup.sh", "data/train.json", "requirements/trainer-job.txt", "recipe/config.py"}
+    assert needed <= set(uploaded)
+    assert not [path for path in uploaded if path.startswith((".git/", "runs/"))]
