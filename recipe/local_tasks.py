@@ -46,8 +46,6 @@ KINDS = {kind.name: kind for kind in (
          "head -n 2 {file} | tail -n 1 | cut -d, -f{k}", "easy"),
     Kind("last", "label", "What is column {k} ({name}) of the last data row?",
          "tail -n 1 {file} | cut -d, -f{k}", "easy"),
-    Kind("runner_up", "number", "What is the second largest value of column {k} ({name})?",
-         "tail -n +2 {file} | cut -d, -f{k} | sort -n | tail -n 2 | head -n 1", "medium"),
     Kind("distinct", "category", "How many different values does column {k} ({name}) have?",
          "tail -n +2 {file} | cut -d, -f{k} | sort -u | wc -l", "medium"),
     Kind("largest", "number", "What is the largest value of column {k} ({name})?",
@@ -57,6 +55,9 @@ KINDS = {kind.name: kind for kind in (
     Kind("second", "number", "What is the second largest value of column {k} ({name})?",
          "tail -n +2 {file} | cut -d, -f{k} | sort -n | tail -n 2 | head -n 1", "hard"),
 )}
+# One round of tasks: each kind once, the hard one twice.
+ROUND = tuple(KINDS[name] for name in (
+    "rows", "first", "last", "second", "distinct", "largest", "smallest", "second"))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,6 @@ _ANSWERS: dict[str, Callable[[LocalTask], str]] = {
     "rows": lambda t: str(len(t.rows)),
     "first": lambda t: _column(t)[0],
     "last": lambda t: _column(t)[-1],
-    "runner_up": lambda t: str(sorted(map(int, _column(t)))[-2]),
     "distinct": lambda t: str(len(set(_column(t)))),
     "largest": lambda t: str(max(map(int, _column(t)))),
     "smallest": lambda t: str(min(map(int, _column(t)))),
@@ -164,7 +164,7 @@ def make_task(rng: random.Random, split: str, kind: Kind, index: int) -> LocalTa
 
 
 def generate(split: str, n: int, seed: int = 0) -> list[LocalTask]:
-    """`n` tasks with unique instructions, the kinds in equal shares and shuffled order. Raises ValueError."""
+    """`n` tasks with unique instructions, the kinds in the shares of ROUND and shuffled order. Raises ValueError."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
     rng = random.Random(f"{split}:{seed}")
@@ -172,7 +172,7 @@ def generate(split: str, n: int, seed: int = 0) -> list[LocalTask]:
     files: set[str] = set()
     kinds: list[Kind] = []
     while len(tasks) < n:
-        kinds = kinds or rng.sample(list(KINDS.values()), len(KINDS))
+        kinds = kinds or rng.sample(ROUND, len(ROUND))
         task = make_task(rng, split, kinds[-1], len(tasks))
         if task.file_name not in files:
             kinds.pop()

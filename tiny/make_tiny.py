@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, Lfm2Config, Lfm2ForCausalLM, PreTrainedTokenizerFast
 
-from recipe.local_tasks import KINDS, make_task
+from recipe.local_tasks import ROUND, make_task
 from tiny.tokenizer import make_tokenizer
 from tiny.transcripts import behaviour, request, varied_system
 
@@ -58,7 +58,7 @@ def encode_prefixes(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n: i
 
 def encode(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Row:
     """Token ids of one fresh transcript without OpenCode's own prompt, and which of them the model wrote."""
-    task = make_task(rng, "warm", rng.choice(list(KINDS.values())), 0)
+    task = make_task(rng, "warm", rng.choice(ROUND), 0)
     messages = [*request(task.instruction)[0][1:], *behaviour(task, rng)]
     out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     ids, written = out["input_ids"], [bool(mask) for mask in out["assistant_masks"]]
