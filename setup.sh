@@ -97,7 +97,7 @@ make_env() {
       ((free >= 4)) || setup_fail "only ${free} GiB are free in $CACHE_PATH; about 4 are needed: free some or set CACHE_DIR"
       setup_say "making the $name environment ($(grep -c == "$requirements") packages, $("$base" -V), $(installer)) in $dir"
       rm -rf "$dir"
-      "$base" -m venv ${flag:+"$flag"} "$dir" >&2
+      "$base" -m venv ${flag:+"$flag"} "$dir" >&2 || setup_fail "$base cannot make a virtual environment in $dir"
       [[ $name == trainer ]] && install_torch "$dir/bin/python"
       install "$dir/bin/python" -r "$requirements"
       touch "$dir/.complete"
@@ -107,7 +107,7 @@ make_env() {
       install "$dir/bin/python" -r "$REPO/requirements/tests.txt"
       cp "$REPO/requirements/tests.txt" "$dir/.tests"
     fi
-  ) 9>"$dir.lock"
+  ) 9>"$dir.lock" || return 69 # callers use ||, which switches set -e off in here
   echo "$dir/bin/python"
 }
 
