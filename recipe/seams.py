@@ -60,8 +60,8 @@ def check() -> None:
         except PackageNotFoundError:
             found = "not installed"
         if found != expected:
-            raise SeamError(f"{package} is {found}, expected {expected}: install requirements/env.txt into the env "
-                            "server's Python (setup.sh does)")
+            raise SeamError(f"{package} is {found}, expected {expected}: install requirements/env-server.txt into the "
+                            "env server's Python (setup.sh does)")
     from harbor.agents.installed.opencode import OpenCode
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig
     from openenv.core.harness.capture import CaptureServer, sessions, upstream
