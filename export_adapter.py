@@ -64,9 +64,9 @@ def merge(settings: Settings, adapter: Path, out: Path) -> float:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    revision = None if Path(settings.model).is_dir() else settings.model_revision
-    base = AutoModelForCausalLM.from_pretrained(settings.model, revision=revision, dtype=getattr(torch, settings.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, revision=revision)
+    source = {"pretrained_model_name_or_path": settings.model, **settings.hub_revision}
+    base = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, settings.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     ids = tokenizer(pristine.TEXT)["input_ids"]
     model = PeftModel.from_pretrained(base, adapter).eval()
     expected = pristine.logprobs(model, ids)
@@ -74,7 +74,7 @@ def merge(settings: Settings, adapter: Path, out: Path) -> float:
     config = base.config.to_diff_dict()
     merged.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    keep_engine_keys(settings.model, revision, out / "config.json", config)
+    keep_engine_keys(settings.model, settings.hub_revision.get("revision"), out / "config.json", config)
     again = AutoModelForCausalLM.from_pretrained(out, dtype=getattr(torch, settings.dtype)).eval()
     off = pristine.distance(pristine.logprobs(again, ids), expected)
     if off > pristine.TOLERANCE[settings.dtype]:

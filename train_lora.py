@@ -144,7 +144,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
     trainer = GroupGRPOTrainer(
         model=settings.model,
-        args=AsyncGRPOConfig(model_init_kwargs=lfm2.hub_revision(settings), **trainer_arguments(settings, gpu)),
+        args=AsyncGRPOConfig(model_init_kwargs=settings.hub_revision, **trainer_arguments(settings, gpu)),
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),

@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     from transformers import AutoTokenizer
 
     settings = Settings.load()
-    revision = {} if Path(settings.model).is_dir() else {"revision": settings.model_revision}
     try:
-        text = closed_thinking(AutoTokenizer.from_pretrained(settings.model, **revision).chat_template or "")
+        tokenizer = AutoTokenizer.from_pretrained(settings.model, **settings.hub_revision)
+        text = closed_thinking(tokenizer.chat_template or "")
     except SettingsError as err:
         print(err, file=sys.stderr)
         return EXIT_USAGE

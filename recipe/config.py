@@ -164,6 +164,11 @@ class Settings:
         return max(2 * self.num_generations, self.max_inflight + 1, self.eval_concurrency + 1)
 
     @property
+    def hub_revision(self) -> dict[str, str]:
+        """The revision argument of from_pretrained, which a model in a local folder does not have."""
+        return {} if Path(self.model).is_dir() else {"revision": self.model_revision}
+
+    @property
     def policy_url(self) -> str:
         return f"http://127.0.0.1:{self.policy_port}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -31,13 +30,8 @@ CONV_PROJECTIONS = ("conv.in_proj", "conv.out_proj")
 END_OF_TURN = "<|im_end|>"
 
 
-def hub_revision(settings: Settings) -> dict[str, str]:
-    """The revision argument of from_pretrained, which a model in a local folder does not have."""
-    return {} if Path(settings.model).is_dir() else {"revision": settings.model_revision}
-
-
 def load_config(settings: Settings) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(settings.model, **hub_revision(settings))
+    return AutoConfig.from_pretrained(settings.model, **settings.hub_revision)
 
 
 def lora_config(settings: Settings) -> LoraConfig:
@@ -95,7 +89,7 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
     TRL finds the template only where the chat template is byte-identical to one that it ships, so it is set here.
     """
-    tokenizer = AutoTokenizer.from_pretrained(settings.model, **hub_revision(settings))
+    tokenizer = AutoTokenizer.from_pretrained(settings.model, **settings.hub_revision)
     tokenizer.response_template = lfm2_2_5_template
     if settings.thinking == "closed":
         tokenizer.chat_template = closed_thinking(tokenizer.chat_template or "")
@@ -107,7 +101,7 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 def eos_token_ids(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every id that ends a completion: those of the generation config, of the tokenizer, and <|im_end|>."""
     try:
-        declared = GenerationConfig.from_pretrained(settings.model, **hub_revision(settings)).eos_token_id
+        declared = GenerationConfig.from_pretrained(settings.model, **settings.hub_revision).eos_token_id
     except OSError:  # a checkpoint without generation_config.json
         declared = None
     ids = declared if isinstance(declared, list) else [declared]

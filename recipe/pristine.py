@@ -59,9 +59,7 @@ def reference_logprobs(settings: Settings, adapter: Path) -> tuple[list[int], li
     logging.set_verbosity_error()  # a slow fallback of one forward needs no advice in the evaluation's log
     logging.disable_progress_bar()
 
-    source = {"pretrained_model_name_or_path": settings.model}
-    if not Path(settings.model).is_dir():
-        source["revision"] = settings.model_revision
+    source = {"pretrained_model_name_or_path": settings.model, **settings.hub_revision}
     ids = AutoTokenizer.from_pretrained(**source)(TEXT)["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, settings.dtype)).eval()
 
