@@ -13,7 +13,6 @@ gradient checkpointing, under PEFT, and on any device without a kernel from the 
 
 from __future__ import annotations
 
-import inspect
 from types import MethodType
 from typing import Any
 
@@ -22,6 +21,8 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2Model, Lfm2ShortConv
+
+from recipe.trl_shape import missing_source
 
 # What the replacement below repeats or relies on, white space apart.
 EXPECTED = {
@@ -42,11 +43,10 @@ class UnknownLfm2Code(RuntimeError):
 def check_shape(expected: dict[Any, tuple[str, ...]] = EXPECTED) -> None:
     """Raises UnknownLfm2Code when transformers' LFM2 is not the code that the replacement was written against."""
     for function, fragments in expected.items():
-        source = "".join(inspect.getsource(function).split())
-        missing = [f for f in fragments if "".join(f.split()) not in source]
-        if missing:
+        missing = missing_source(function, fragments)
+        if missing is not None:
             raise UnknownLfm2Code(
-                f"{function.__qualname__} of transformers {transformers.__version__} does not contain `{missing[0]}`. "
+                f"{function.__qualname__} of transformers {transformers.__version__} does not contain `{missing}`. "
                 "Packed sequences cannot be kept apart in code that is not known: install the version in "
                 "requirements/trainer.txt (bash setup.sh), or adapt recipe/short_conv.py and its test.")
 

@@ -35,13 +35,18 @@ def expect_parameters(function: Callable[..., Any], expected: tuple[str, ...]) -
         raise mismatch(where, f"parameters ({', '.join(expected)})", f"({', '.join(found)})")
 
 
+def missing_source(function: Callable[..., Any], fragments: tuple[str, ...]) -> str | None:
+    """The first of `fragments` that the source of `function` does not contain, white space apart."""
+    source = "".join(inspect.getsource(function).split())
+    return next((fragment for fragment in fragments if "".join(fragment.split()) not in source), None)
+
+
 def expect_source(function: Callable[..., Any], *fragments: str) -> None:
     """The source of `function` contains each of `fragments`, white space apart."""
-    source = "".join(inspect.getsource(function).split())
-    for fragment in fragments:
-        if "".join(fragment.split()) not in source:
-            where = f"{inspect.getsourcefile(inspect.unwrap(function))}: {function.__qualname__}"
-            raise mismatch(where, f"the code `{fragment}`", "other code")
+    fragment = missing_source(function, fragments)
+    if fragment is not None:
+        where = f"{inspect.getsourcefile(inspect.unwrap(function))}: {function.__qualname__}"
+        raise mismatch(where, f"the code `{fragment}`", "other code")
 
 
 def replace_global(module: ModuleType, name: str, replacement: Any) -> Any:
