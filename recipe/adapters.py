@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from recipe.checkpoints import step_and_file
 from recipe.exits import EXIT_USAGE, Parser
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CHECKPOINT_FILES = (*ADAPTER_FILES, "trainer_state.json")  # the trainer writes the last one last
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 class AdapterError(ValueError):
@@ -74,10 +74,8 @@ class Checkpoints(Protocol):
 def complete_steps(files: Iterable[str]) -> list[int]:
     """Steps of the checkpoints all of whose files are among `files` ("checkpoint-10/adapter_config.json", …)."""
     found: dict[int, set[str]] = {}
-    for name in files:
-        folder, _, file = name.partition("/")
-        if match := CHECKPOINT.fullmatch(folder):
-            found.setdefault(int(match[1]), set()).add(file)
+    for place in filter(None, map(step_and_file, files)):
+        found.setdefault(place[0], set()).add(place[1])
     return sorted(step for step, names in found.items() if names.issuperset(CHECKPOINT_FILES))
 
 

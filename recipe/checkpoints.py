@@ -43,6 +43,13 @@ def step_of(folder: Path) -> int:
     return int(NAME.fullmatch(folder.name)[1])
 
 
+def step_and_file(path: str) -> tuple[int, str] | None:
+    """(10, "adapter_config.json") of "checkpoint-10/adapter_config.json"; None for any other path."""
+    folder, _, file = path.partition("/")
+    match = NAME.fullmatch(folder)
+    return (int(match[1]), file) if match and file and "/" not in file else None
+
+
 def file_record(path: Path) -> dict[str, Any]:
     """Size and SHA-256 of a file, as the manifest has them."""
     with path.open("rb") as file:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import shlex
 import shutil
 import threading
@@ -21,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipe.checkpoints import MANIFEST, damage, read_manifest, step_of
+from recipe.checkpoints import MANIFEST, damage, read_manifest, step_and_file, step_of
 
 ROOT_FILES = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
               "chat_template.jinja", "special_tokens_map.json")
@@ -185,9 +184,9 @@ def remote_checkpoints(api: Any, repo: str, revision: str) -> dict[int, dict[str
 
     found: dict[int, dict[str, int]] = {}
     for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
-        match = re.fullmatch(r"checkpoint-(\d+)/([^/]+)", entry.path)
-        if match and isinstance(entry, RepoFile):
-            found.setdefault(int(match[1]), {})[match[2]] = entry.size
+        place = step_and_file(entry.path)
+        if place and isinstance(entry, RepoFile):
+            found.setdefault(place[0], {})[place[1]] = entry.size
     return {step: files for step, files in found.items() if MANIFEST in files}
 
 
