@@ -10,8 +10,10 @@
 # Exit codes: 0 all passed, 1 something failed, 64 wrong usage, 69 set-up failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
+# shellcheck source=recipe/common.sh
+source recipe/common.sh
 
-case ${1:-} in -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;; esac
+case ${1:-} in -h | --help) usage run_tests.sh; exit 0 ;; esac
 
 groups=()
 while (($#)) && [[ $1 != -* ]]; do

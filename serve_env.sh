@@ -11,10 +11,12 @@
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"
+# shellcheck source=recipe/common.sh
+source recipe/common.sh
 
 case ${1:-} in
   -h | --help)
-    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    usage serve_env.sh
     PYTHONPATH=$REPO python3 -m recipe.env_server --help
     exit 0
     ;;

@@ -15,13 +15,15 @@ set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"
 
-usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$REPO/serve_policy.sh"; }
+# shellcheck source=recipe/common.sh
+source recipe/common.sh
+
 fail() { echo "serve_policy.sh: $1" >&2; exit "${2:-64}"; }
 
 mode='' print_only=0
 while (($#)); do
   case $1 in
-    -h | --help) usage; exit 0 ;;
+    -h | --help) usage serve_policy.sh; exit 0 ;;
     --mode) mode=${2:-}; shift ;;
     --print-command) print_only=1 ;;
     *) fail "unknown argument $1; see serve_policy.sh --help" ;;
@@ -34,7 +36,6 @@ export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}
 settings=$(python3 -m recipe.config export) || exit 64
 eval "$settings"
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 if [[ $ENGINE == auto ]]; then
   if has_gpu && command -v vllm >/dev/null; then ENGINE=vllm; else ENGINE=cpu; fi
 fi

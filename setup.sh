@@ -15,6 +15,8 @@
 # Exit codes: 0 ok, 64 wrong settings, 69 something could not be installed.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=recipe/common.sh
+source "$REPO/recipe/common.sh"
 
 setup_say() { printf '%s [setup] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 setup_fail() { setup_say "ERROR: $1"; exit "${2:-69}"; }
@@ -62,8 +64,6 @@ install() {
     setup_fail "installing ($*) failed; the lines above are the end of $log. Run the same command again to go on"
   fi
 }
-
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
 # install_torch PYTHON: torch first and alone, because the same version comes as a CPU and as a CUDA build.
 install_torch() {
@@ -200,7 +200,7 @@ setup_main() {
       --local) export PRESET=local ;;
       --tests) export SETUP_TESTS=1 ;;
       --launcher) setup_launcher; return ;;
-      -h | --help) sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; return 0 ;;
+      -h | --help) usage "${BASH_SOURCE[0]}"; return 0 ;;
       *) setup_fail "unknown argument $1; see bash setup.sh --help" 64 ;;
     esac
     shift

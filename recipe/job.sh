@@ -1,6 +1,8 @@
 # shellcheck shell=bash
 # What run_job.sh, run_eval.sh and run_eval_watch.sh share (sourced, not run): begin and end of a job and its steps.
 
+# shellcheck source=recipe/common.sh
+source "$REPO/recipe/common.sh"
 # shellcheck source=recipe/processes.sh
 source "$REPO/recipe/processes.sh"
 EXIT_USAGE=64   # exit codes: recipe/exits.py
@@ -16,9 +18,6 @@ die() {
   say "ERROR: $*" >&2
   exit "$code"
 }
-
-# usage FILE: the comment at the top of a script is its help text.
-usage() { sed -n '2,/^[^#]/{/^[^#]/d;s/^# \{0,1\}//;p}' "$1"; }
 
 # job_begin SCRIPT [ARGUMENTS [NAME]]: settings into the environment, run folder, lock, free ports, traps. ARGUMENTS
 # are repeated in the resume command; NAME is in the name of a new run folder.

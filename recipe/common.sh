@@ -1,0 +1,7 @@
+# shellcheck shell=bash
+# What every script of the recipe may need (sourced, not run).
+
+# usage FILE: the comment at the top of a script is its help text.
+usage() { sed -n '2,/^[^#]/{/^[^#]/d;s/^# \{0,1\}//;p}' "$1"; }
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
