@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import http.client
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from loopback import LoopbackServer
 
 
-class HeaderProxy:
+class HeaderProxy(LoopbackServer):
     """Forwards everything to 127.0.0.1:`target`; header names in `strip` (lower case) do not arrive there."""
 
     def __init__(self, target: int) -> None:
         self.target, self.strip, self.stripped = target, set[str](), 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> HeaderProxy:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(_handler(self))
 
 
 def _handler(proxy: HeaderProxy) -> type[BaseHTTPRequestHandler]:

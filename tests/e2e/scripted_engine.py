@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from loopback import LoopbackServer
 
 LOGITS = (2.0, 0.0, -1.0, -2.0, -3.0)  # of the five best tokens, at every position
 PROBE_REPLY = "ok"
@@ -55,32 +56,13 @@ def bash_then_answer(command: str, answer: str = "done") -> Script:
     return script
 
 
-class ScriptedEngine:
+class ScriptedEngine(LoopbackServer):
     """Serves a script on a free loopback port between __enter__ and __exit__."""
 
     def __init__(self, script: Script, model: str = "scripted", max_model_len: int = 65536, port: int = 0) -> None:
         self.script, self.model, self.max_model_len = script, model, max_model_len
         self.requests: list[dict[str, Any]] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-
-    @property
-    def port(self) -> int:
-        return self._server.server_address[1]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> ScriptedEngine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().__init__(_handler(self), port)
 
     def agent_requests(self) -> list[dict[str, Any]]:
         """The requests that came through the agent: the capability probes have no system message."""
