@@ -85,9 +85,9 @@ class Isolation:
         """Arguments that run `command` by bash inside.
 
         `writable` and `read_only` are top-level names: `folder/name` appears as `/name`. `binds` are further
-        (host path, path inside) pairs, read-only. `fd` is the command's end of a pipe whose other end is ours.
+        (host path, path inside) pairs, read-only. `fd` is the command's end of a socket whose other end is ours.
         Under proot the exit code is written to it as soon as the command itself has ended: proot waits for everything
-        that the command left running. Under bwrap it is only looked at: closed at our end, the command does not begin.
+        that the command left running. Under bwrap a line is, and the command begins when one comes back.
         """
         launch = ["/bin/sh", "-c", _LAUNCH, "sh"]
         shell = ["/bin/bash", "-c", command]
@@ -105,8 +105,10 @@ class Isolation:
             return [*launch, *tie, "proot", "-r", str(folder), *bound, "-w", cwd, *shell]
         if fd is not None:
             # bwrap asks the kernel to die with its parent, but does not look whether the parent lives still: were we
-            # killed before it asked, it would run on. The pipe ends with us, and the command is the last to start.
-            alone = f'if read -t 0 -u {fd}; then exit 1; fi; exec /bin/bash -c "$1" {fd}<&-'
+            # killed before it asked, it would run on. So the command, the last to start, waits until bwrap's init (pid
+            # 1 in here) has asked, which it has as soon as it sleeps, and then for a word of ours, who live still.
+            tied = 'until read -r _ _ state _ </proc/1/stat; [ "$state" = S ]; do :; done'
+            alone = f'{tied}; echo >&{fd} && read -r -u {fd} || exit 1; exec /bin/bash -c "$1" {fd}<&-'
             shell = ["/bin/bash", "-c", alone, "bash", command]
         args = ["bwrap", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
                 "--unshare-user-try" if os.geteuid() == 0 else "--unshare-user", "--cap-drop", "ALL",

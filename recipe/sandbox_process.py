@@ -40,21 +40,20 @@ async def run(argv: Callable[[int], Sequence[str]], environ: Mapping[str, str], 
               reports: bool) -> ExecResult:
     """Run a command in a session of its own with no input, and `kill` what it started on end, timeout or cancel.
 
-    `argv` gives its arguments, made for the file descriptor of a pipe to us: where it `reports` (proot), its wrapper
-    writes the exit code there, else it is the reading end. `running` holds its process id meanwhile.
+    `argv` gives its arguments, made for the file descriptor of a socket to us: where it `reports` (proot), its wrapper
+    writes the exit code there, else it asks there whether it may begin. `running` holds its process id meanwhile.
     Raises RuntimeError after `timeout_sec`.
     """
-    reading, writing = os.pipe()
-    ours, theirs = (reading, writing) if reports else (writing, reading)
+    ours, theirs = socket.socketpair()
     try:
         process = await asyncio.create_subprocess_exec(
-            *argv(theirs), env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True, pass_fds=(theirs,))
+            *argv(theirs.fileno()), env=environ, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, pass_fds=(theirs.fileno(),))
     except BaseException:
-        os.close(ours)
+        ours.close()
         raise
     finally:
-        os.close(theirs)
+        theirs.close()
     running.add(process.pid)
     stdout, stderr = Bounded(), Bounded()
     code = None
@@ -62,14 +61,13 @@ async def run(argv: Callable[[int], Sequence[str]], environ: Mapping[str, str], 
         async with asyncio.timeout(timeout_sec or None):
             waits = [_read(process.stdout, "stdout", stdout, on_output),
                      _read(process.stderr, "stderr", stderr, on_output), process.wait()]
-            if reports:
-                waits.append(_end_with_report(process.pid, ours, kill))
+            waits.append(_end_with_report(process.pid, ours, kill) if reports else _let_begin(ours))
             code = (await asyncio.gather(*waits))[-1]
     except TimeoutError:
         raise RuntimeError(f"Command timed out after {timeout_sec} seconds") from None
     finally:
         kill(process.pid)
-        os.close(ours)
+        ours.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), 10)
         running.discard(process.pid)
@@ -84,20 +82,35 @@ async def _read(stream: asyncio.StreamReader, name: Any, output: Bounded, on_out
             await on_output(chunk.decode(errors="replace"), name)
 
 
-async def _end_with_report(pid: int, reading: int, kill: Callable[[int], None]) -> int | None:
+async def _end_with_report(pid: int, ours: socket.socket, kill: Callable[[int], None]) -> int | None:
     """Exit code that a command under proot reports; what it left running ends then, as with bubblewrap.
 
     None when it ended without a report.
     """
+    report = await _word(ours)
+    kill(pid)
+    return int(report) if report else None
+
+
+async def _let_begin(ours: socket.socket) -> None:
+    """Answers a command under bubblewrap that is ready to begin; says nothing to one that failed before."""
+    if await _word(ours):
+        with contextlib.suppress(OSError):
+            ours.send(b"\n")
+
+
+async def _word(ours: socket.socket) -> bytes:
+    """What a command says, or b"" when it ends without a word."""
     loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(reading, ready.set)
+    loop.add_reader(ours, ready.set)
     try:
         await ready.wait()
     finally:
-        loop.remove_reader(reading)
-    report = os.read(reading, 16).strip()
-    kill(pid)
-    return int(report) if report else None
+        loop.remove_reader(ours)
+    try:
+        return ours.recv(16)
+    except ConnectionResetError:
+        return b""
 
 
 async def relay(listener: socket.socket, port: int, logger: logging.Logger) -> asyncio.Server:

@@ -125,7 +125,8 @@ CHILD_KILLED = """
     from small_engine import SmallEngine, SmallSessions
 
     def kill(log, signum, target):
-        while not log.exists():
+        trackio = run / "trackio"  # rollouts may be served before the trainer has opened its log
+        while not (log.exists() and trackio.exists() and any(trackio.iterdir())):
             time.sleep(0.1)
         os.kill(target or int(log.read_text().split()[0]), signum)
         (run / "killed").write_text(str(time.time()))
