@@ -15,6 +15,7 @@ Reads   the tasks that the env server serves (split `train`), in their order; a 
 Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
         $RUN_DIR/adapter                    the final adapter, as PEFT and vLLM load it
         $RUN_DIR/metrics.jsonl              one JSON object a step; train_summary.json at the end
+        $RUN_DIR/rollouts.jsonl             one JSON object a rollout: group, trial, reward, why it is ungraded
         $RUN_DIR/trackio, heartbeat.json    dashboard data (`trackio show`), sign of life for the watchdog
 
 Exit codes: 0 done; 64 wrong settings; 69 a server or the rollout worker is gone, or no rollout can be graded;
@@ -31,7 +32,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from recipe import checkpoints, hub
+from recipe import checkpoints, hub, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
@@ -73,6 +74,7 @@ def worker_arguments(settings: Settings, sessions, dataset, tokenizer, eos_token
         max_inflight_tasks=settings.max_inflight, max_tool_calling_iterations=settings.max_model_calls,
         vllm_server_url=settings.policy_url, max_tokens=settings.max_output_tokens,
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+        rollout_log=settings.run_path / rollout_log.FILE,
     )
 
 

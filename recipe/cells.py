@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from recipe import json_lines
+
 
 class Outcome(Protocol):
     """What one evaluation rollout reports (recipe.harbor_sessions.EvalRollout)."""
@@ -81,24 +83,12 @@ class CellLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, cell: Cell) -> None:
-        with self._lock, self.path.open("a+b") as file:
-            if file.tell():  # a line torn by a kill must not swallow this one
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(asdict(cell)).encode() + b"\n")
+        with self._lock:
+            json_lines.append(self.path, asdict(cell))
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; a line torn by a kill is skipped, its cell counts as unfinished."""
-        if not self.path.exists():
-            return []
-        cells = []
-        for line in self.path.read_text().splitlines():
-            try:
-                cells.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return cells
+        return json_lines.read(self.path)
 
     def graded(self, jobs: Iterable[Job]) -> tuple[dict[Job, dict[str, Any]], int]:
         """Cells of `jobs` that need no new run, and how many are stale: graded, but under another fingerprint."""

@@ -81,10 +81,18 @@ class HarborSession(ResourceSession):
         self._lock = threading.Lock()
         self.result: HarborRolloutResult | None = None
         self._trace: TrainingTrace | None = None
+        self._problem = ""
 
     def wait_for_completion(self) -> None:
         """Runs the rollout. Raises TimeoutError after an agent timeout (the turns are kept and scored), and
         RolloutFailed when there is nothing that may be scored."""
+        try:
+            self._complete()
+        except (RolloutFailed, TimeoutError) as err:
+            self._problem = str(err)
+            raise
+
+    def _complete(self) -> None:
         self.result = result = self._run()
         if problem := problem_of(result):
             raise RolloutFailed(f"{result.task_name or 'task ' + str(self._index)} ({result.trial_name}): {problem}")
@@ -141,6 +149,13 @@ class HarborSession(ResourceSession):
         """Arrival of the first model call and end of the last one at the capture proxy, in Unix seconds."""
         times = self.result.phase_timings if self.result else {}
         return (times[FIRST_CALL], times[LAST_CALL]) if FIRST_CALL in times else None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What RUN_DIR/rollouts.jsonl keeps: the trial, and why it is ungraded or what there is to remark."""
+        result = self.result or HarborRolloutResult()
+        return {"task": result.task_name or self._factory.task_name(self._index), "trial": result.trial_name,
+                "seconds": result.wall_s, "reason": self._problem}
 
     def close(self) -> None:
         """Frees the client; a rollout in flight ends here and, because its socket closes, in the env server."""
@@ -219,6 +234,9 @@ class HarborSessionFactory(ResourceSessionFactory[HarborSession]):
                                 f"{instruction.strip()[:120]!r} ({len(self._tasks)} tasks are served): build the "
                                 "dataset from prompt_rows() of the same server")
         return HarborSession(self, found[0], messages)
+
+    def task_name(self, index: int) -> str:
+        return next((name for i, name in self._tasks.values() if i == index), f"task {index}")
 
     def rollout(self, client: HarborEnv, index: int) -> HarborRolloutResult:
         """Blocks for one training rollout of task `index` on `client`."""

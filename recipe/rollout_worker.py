@@ -6,6 +6,7 @@ HarnessRolloutWorker runs the rollouts in a spawned process and queues training 
   so that the trainer knows which weights sampled it (recipe/sync_log.py);
 - rows of ungraded rollouts are taken out (TRL keeps them with advantage 0, where they dilute the loss), and a group
   without a graded rollout sends one empty row, so that the trainer can count it instead of waiting in silence;
+- every rollout, graded or not, gets a line in RUN_DIR/rollouts.jsonl (recipe/rollout_log.py);
 - death of the child is noticed within seconds, and ends the trainer: TRL looks at a flag that a killed child never
   sets, and waits without end for a child that has failed.
 """
@@ -19,6 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, RolloutSample
@@ -26,6 +28,7 @@ from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _H
 
 from recipe import task_cursor
 from recipe.exits import EXIT_UNAVAILABLE
+from recipe.rollout_log import RolloutLog
 from recipe.trl_shape import expect_parameters, expect_source
 
 GRACE = 30.0  # seconds for the trainer to end by itself after the worker's death
@@ -43,6 +46,8 @@ def check_shape() -> None:
     expect_parameters(_HarnessRolloutLoop._score_group, ("self", "group"))
     expect_parameters(AsyncRolloutWorker.check_health, ("self", "stale_after_s"))
     expect_source(_HarnessRolloutLoop._run_session, "self._factory.create(prompt, seed=seed, episode_id=rollout_id)")
+    expect_source(_HarnessRolloutLoop._run_session,
+                  "sequences, tool_call_count, tool_failure_count, reward), metrics")
     expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
     expect_source(_HarnessRolloutLoop._repeat_iterator, "yield group_id, row")
     expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
@@ -64,12 +69,18 @@ class KeepSession:
         """That session's first and last model call in Unix seconds, NaN where it knows none."""
         return self._last.session.call_times or (math.nan, math.nan)
 
+    def record(self) -> dict[str, Any]:
+        """What that session says about its rollout."""
+        session = self._last.session
+        return session.record if session else {"reason": "no session could be made; see logs/train.log"}
+
 
 class RolloutLoop(_HarnessRolloutLoop):
     """Runs in the child."""
 
-    def __init__(self, trained_ahead: Sequence[int] = (), **kwargs: Any):
+    def __init__(self, trained_ahead: Sequence[int] = (), rollout_log: Path | None = None, **kwargs: Any):
         super().__init__(**kwargs)
+        self._log = RolloutLog(rollout_log)
         self._trained_ahead = set(trained_ahead)  # groups that the checkpoint has trained already
         self._factory = KeepSession(self._factory)
         self._called: dict[str, tuple[float, float]] = {}  # rollout id -> first and last model call
@@ -79,6 +90,7 @@ class RolloutLoop(_HarnessRolloutLoop):
         result, metrics = super()._run_session(prompt, group_id)
         for sequence in result[2][:1]:
             self._called[sequence.rollout_id] = self._factory.call_times()
+        self._log.add(group_id, result[5], result[3], self._factory.record())
         return result, metrics
 
     def _repeat_iterator(self) -> Any:

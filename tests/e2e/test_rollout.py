@@ -94,7 +94,7 @@ def test_right_answer_gives_reward_and_the_sampled_tokens(server, engine: Script
     assert [len(turn.output_ids) for turn in _turns_from_training_trace(trace)] == [
         len(turn.completion_token_ids) for turn in trace.turns]
 
-    trial = server.settings.run_path / "trials" / session.result.trial_name
+    trial = server.settings.run_path / "trials" / session.record["trial"]
     assert (trial / "result.json").is_file() and (trial / "agent" / "opencode.txt").is_file()
     size = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
     assert size < 300_000, "the agent's database stayed"
@@ -174,6 +174,7 @@ def test_engine_that_refuses_every_call_is_ungraded(server, engine: ScriptedEngi
     with pytest.raises(RolloutFailed, match="model calls were not captured"):
         session.wait_for_completion()
     assert session.result.n_turns == 0
+    assert session.record["task"] == tasks[0].name and "were not captured" in session.record["reason"]
     session.close()
 
 

@@ -165,6 +165,10 @@ class SmallSession:
         correct = float(self.turns[0].completion_token_ids[0] % 2)
         return SimpleNamespace(env_reward=None if self.fate == "ungraded" else correct)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        return {"task": str(self.task), "trial": uuid.uuid4().hex, "reason": self.fate}
+
     def close(self) -> None:
         pass
 

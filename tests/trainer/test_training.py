@@ -22,6 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 import train_lora
+from recipe import json_lines, rollout_log
 from recipe.checkpoints import newest_checkpoint
 from recipe.config import Settings
 from recipe.rollout_worker import RolloutLoop
@@ -84,6 +85,20 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     assert first[1]["trained_tokens"] == 4 * 2 * TURN and first[1]["tool_calls"] == 2
     for step in first:
         assert step["reward_mean"] == pytest.approx(sum(step["rewards"]) / step["rollouts"])
+
+    # every rollout is on record with its reward or without, and leads from a step to its trials
+    rollouts = json_lines.read(tmp_path / rollout_log.FILE)
+    of_steps = [rollout_log.of_step(rollouts, next(iter(g)), s["time"]) for g, s in zip(groups, first, strict=True)]
+    assert [len({r["trial"] for r in of_step}) for of_step in of_steps] == [4, 4, 4]
+    for step, of_step in zip(first, of_steps, strict=True):
+        assert sorted(step["rewards"]) == pytest.approx(sorted(r["reward"] for r in of_step if r["reward"] is not None))
+    assert [r["reason"] for r in of_steps[0] if r["reward"] is None] == ["ungraded"]
+    failed = [r["reward"] for r in rollouts if r["reason"] == "fails"]
+    assert len(failed) >= 4 and set(failed) == {None}
+    again = steps_of(tmp_path)[3]
+    of_resumed = rollout_log.of_step(rollouts, again["group_rows"][0]["group"], again["time"])
+    assert len(of_resumed) == 4
+    assert of_resumed[0]["worker"] > rollouts[0]["worker"], "the number of its group was used before"
 
     # rows that one version sampled have ratio 1: the engine held what the trainer trains
     fresh = [row for s in first for row in s["group_rows"] if row["fresh"]]
