@@ -1,8 +1,10 @@
-"""When the model calls of each rollout began and ended: noted in front of the capture proxy, sent with the result.
+"""When the model calls of each rollout began and ended, and how: noted in front of the capture proxy, sent with the
+result.
 
-The trainer compares them with the times of its weight syncs (recipe/sync_log.py). An agent makes its first call
+The trainer compares the times with those of its weight syncs (recipe/sync_log.py). An agent makes its first call
 seconds after its rollout was started, so the start says little about the weights that its tokens were sampled from.
-All times are Unix seconds of this machine, on which the trainer and the engine run too.
+All times are Unix seconds of this machine, on which the trainer and the engine run too. The last answer's status tells
+an agent that ran out of time from one whose model went away (recipe/lost_model.py).
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-# Keys in HarborRolloutResult.phase_timings: arrival of the first model call, end of the last one's answer.
+# Keys in HarborRolloutResult.phase_timings: arrival of the first model call, end of the last one's answer, seconds in
+# which at least one was under way, HTTP status of the last answer (0: none yet) and calls that have none.
 FIRST_CALL = "first_model_call"
 LAST_CALL = "last_model_call"
+MODEL_SECONDS = "model_seconds"
+LAST_STATUS = "last_model_status"
+UNDER_WAY = "model_calls_under_way"
 
 
 @dataclass
@@ -21,6 +27,9 @@ class _Calls:
     first: float | None = None
     last: float | None = None
     under_way: int = 0
+    busy: float = 0.0  # seconds, of the times that are over
+    since: float = 0.0  # of the time that is not
+    status: int = 0
 
 
 class CallTimes:
@@ -34,12 +43,14 @@ class CallTimes:
         self._rollouts[session_id] = _Calls()
 
     def end(self, session_id: str) -> dict[str, float]:
-        """{FIRST_CALL, LAST_CALL}, or {} for a rollout that called no model. A call under way lasts until now."""
+        """The five values above, or {} for a rollout that called no model. A call under way lasts until now."""
         calls = self._rollouts.pop(session_id)
         if calls.first is None:
             return {}
-        last = time.time() if calls.under_way or calls.last is None else calls.last
-        return {FIRST_CALL: calls.first, LAST_CALL: last}
+        now = time.time()
+        return {FIRST_CALL: calls.first, LAST_CALL: now if calls.under_way or calls.last is None else calls.last,
+                MODEL_SECONDS: calls.busy + (now - calls.since if calls.under_way else 0.0),
+                LAST_STATUS: calls.status, UNDER_WAY: calls.under_way}
 
     def around(self, app: Any) -> Any:
         """`app`, the capture proxy's ASGI app, with its model calls noted."""
@@ -49,13 +60,23 @@ class CallTimes:
             if calls is None:
                 await app(scope, receive, send)
                 return
+
+            async def noting(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    calls.status = message["status"]
+                await send(message)
+
             calls.first = calls.first or time.time()
+            if not calls.under_way:
+                calls.since = time.time()
             calls.under_way += 1
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, noting)
             finally:
                 calls.under_way -= 1
                 calls.last = time.time()
+                if not calls.under_way:
+                    calls.busy += calls.last - calls.since
 
         return noted
 

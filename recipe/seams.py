@@ -8,8 +8,8 @@ OpenEnv has no option for these, so module globals are replaced that it looks up
     openenv/harbor/seams.py    SEAMS["opencode"]: our agent class, the session key as x-api-key, the lean settings,
                                one tool list and one model name in training and evaluation
     openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only
-                               run_rollout: the times of its model calls travel with its result, and the agent's
-                               database does not stay on disk
+                               run_rollout: the times of its model calls travel with its result, which fails when
+                               the agent lost its model, and the agent's database does not stay on disk
     openenv/harbor/environment.py  _ROLLOUT_TIMEOUT_S: the longest rollout that the server waits for
     openenv/core/harness/capture/sessions.py  evaluation_sampling: the whole policy, as in training
 """
@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from recipe import opencode_binary, trial_files
 from recipe.call_times import CallTimes
 from recipe.config import Settings
+from recipe.lost_model import MODEL_LOST, agent_error, lost_model
 from recipe.opencode_settings import LEAN_CONFIG, LEAN_ENV
 
 VERSIONS = {"openenv": "0.10.0", "harbor": "0.25.0"}
@@ -174,8 +175,9 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_
 
 def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes,
                      keep_trials: str) -> Callable[..., Awaitable[Any]]:
-    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were, and whose
-    trial's folder is pruned once the result is made, unless `keep_trials` is "full"."""
+    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were and fails
+    when the agent lost its model, and whose trial's folder is pruned once the result is made, unless `keep_trials` is
+    "full"."""
 
     async def run_rollout(*, on_session_created: Callable[[str], None] | None = None, **arguments: Any) -> Any:
         sessions: list[str] = []
@@ -193,8 +195,14 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes,
             for session_id in sessions:
                 times = calls.end(session_id)
         result.phase_timings |= times
-        if keep_trials == "lean" and result.trial_name:
-            await asyncio.to_thread(trial_files.prune, Path(arguments["trials_dir"]) / result.trial_name)
+        if result.trial_name:
+            trial = Path(arguments["trials_dir"]) / result.trial_name
+            if why := lost_model(result, times, trial):
+                result.ok, result.error, result.exception_type = False, why, MODEL_LOST
+            elif result.exception_type and (why := agent_error(trial)):
+                result.error = why
+            if keep_trials == "lean":
+                await asyncio.to_thread(trial_files.prune, trial)
         return result
 
     return run_rollout

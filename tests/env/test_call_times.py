@@ -8,17 +8,22 @@ import time
 import pytest
 from openenv.harbor.models import HarborRolloutResult
 
-from recipe.call_times import FIRST_CALL, LAST_CALL, CallTimes
+from recipe.call_times import FIRST_CALL, LAST_CALL, LAST_STATUS, MODEL_SECONDS, UNDER_WAY, CallTimes
 from recipe.seams import observed_rollout
 
 
 def request(calls: CallTimes, key: str, app, method: str = "POST", header: bytes = b"x-api-key"):
     scope = {"type": "http", "method": method, "headers": [(header, key.encode())]}
-    return calls.around(app)(scope, None, None)
+    return calls.around(app)(scope, None, dropped)
 
 
-async def answer(scope, receive, send):
+async def answer(scope, receive, send, status: int = 200):
     await asyncio.sleep(0.02)
+    await send({"type": "http.response.start", "status": status})
+
+
+async def dropped(message):
+    """Where answers go."""
 
 
 def test_first_arrival_and_last_end():
@@ -36,6 +41,7 @@ def test_first_arrival_and_last_end():
     start, between, times, end = asyncio.run(run())
     assert start <= times[FIRST_CALL] <= between - 0.02
     assert between + 0.02 <= times[LAST_CALL] <= end - 0.04, "another rollout's call or a GET counted"
+    assert times[UNDER_WAY] == 0 and 0.04 <= times[MODEL_SECONDS] <= times[LAST_CALL] - times[FIRST_CALL]
 
 
 def test_a_call_under_way_lasts_until_the_end_of_the_rollout():
@@ -57,6 +63,7 @@ def test_a_call_under_way_lasts_until_the_end_of_the_rollout():
 
     before, times = asyncio.run(run())
     assert times[LAST_CALL] >= before
+    assert times[UNDER_WAY] == 1 and times[LAST_STATUS] == 200 and times[MODEL_SECONDS] >= 0.07
 
 
 def test_errors_of_the_proxy_pass_and_end_the_call():
