@@ -111,6 +111,9 @@ class Settings:
                         check=one_of("hf-sandbox", "local", "daytona", "e2b"), local="local")
     sandbox_runtime: str = knob("auto", "SANDBOX_RUNTIME", "isolation of the local sandbox",
                                 check=one_of("auto", "bwrap", "proot"))
+    sandbox_flavor: str = knob("cpu-basic", "SANDBOX_FLAVOR", "machine of an HF Sandbox, a flavor of Hugging Face Jobs")
+    sandbox_starts: int = knob(3, "SANDBOX_STARTS", "attempts to start the HF Sandbox of a rollout", "attempts",
+                               at_least(1))
     keep_sandbox: bool = knob(False, "KEEP_SANDBOX", "keep the folders of finished local sandboxes")
     keep_trials: str = knob("lean", "KEEP_TRIALS", "files of a finished rollout: lean is all but the agent's database, "
                             "which is over 1 MB each", check=one_of("lean", "full"))
@@ -123,6 +126,10 @@ class Settings:
     engine: str = knob("vllm", "ENGINE", "policy server: vllm, cpu (small models), auto (vllm where a GPU is)",
                        check=one_of("vllm", "cpu", "auto"), local="auto")
     public_port: int = knob(8000, "PUBLIC_PORT", "capture proxy, the only public port", check=between(1, 65535))
+    route_check_every: int = knob(60, "ROUTE_CHECK_EVERY", "time between two looks whether remote sandboxes reach "
+                                  "the capture proxy", "s", at_least(1))
+    forwarder: str = knob("gradio", "FORWARDER", "OpenEnv's tunnel to the capture proxy for SANDBOX=daytona and e2b",
+                          check=one_of("gradio", "cloudflare"))
     policy_port: int = knob(8001, "POLICY_PORT", "policy server, loopback", check=between(1, 65535))
     policy_host: str = knob("127.0.0.1", "POLICY_HOST", "bind address of the policy server; nobody else should reach "
                             "the weight routes of training mode")
@@ -162,6 +169,12 @@ class Settings:
     def max_concurrent_envs(self) -> int:
         """Sessions that the env server admits: every rollout in flight and one for the client that lists tasks."""
         return max(2 * self.num_generations, self.max_inflight + 1, self.eval_concurrency + 1)
+
+    @property
+    def sandbox_idle_limit(self) -> int:
+        """Seconds after which an HF Sandbox without API calls ends itself. A command that runs is no activity there,
+        so this lies above the longest one, the agent's; what set-up and verifier may take comes on top."""
+        return self.agent_timeout + 900
 
     @property
     def hub_revision(self) -> dict[str, str]:

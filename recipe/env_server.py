@@ -6,14 +6,18 @@ OpenEnv's Harbor server either publishes the proxy through a forwarder or mounts
 routes ask for no key and spend the owner's sandboxes. Here the control plane (Task API, MCP, UI) listens on
 127.0.0.1:ENV_PORT and the public port answers /capture and nothing else.
 
+With remote sandboxes the server asks its own public URL before it says that it is healthy, and goes on asking: a lost
+route stops new rollouts (recipe/route.py). HF Sandboxes reach it through the
+proxy of the Job that it runs in, Daytona's and E2B's through one of OpenEnv's forwarders.
+
 Needs tasks under RUN_DIR/tasks/{train,test} and a policy server at POLICY_PORT that returns token ids and processed
 log-probabilities. Variables beside the settings:
     PUBLIC_URL              base URL under which sandboxes reach the public port (default by SANDBOX, see public_url)
     CAPTURE_ADMIN_KEY       opens the proxy's management routes; minted for this run when unset, and then unknown to all
     ENABLE_WEB_INTERFACE    true adds OpenEnv's web UI at /web of the control plane (slower start)
     OPENCODE_BIN            an existing OpenCode binary for local sandboxes
-Exit codes: 64 wrong settings or no tasks; 69 busy port, changed seam, no sandbox, or an engine that cannot be trained
-on; 130/143 ended by SIGINT/SIGTERM.
+Exit codes: 64 wrong settings, no key or no tasks; 69 busy port, changed seam, no sandbox, no route from the public URL,
+or an engine that cannot be trained on; 130/143 ended by SIGINT/SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,73 +29,31 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from typing import Any
 
-from recipe import opencode_binary, sandbox_files, sandbox_isolation, seams
+from recipe import opencode_binary, sandbox_costs, sandbox_isolation, sandbox_keys, seams
 from recipe.call_times import CallTimes
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.gate import Gate
 from recipe.ports import PortBusy, bind
-from recipe.serving import MOUNT, EndAbandonedRollouts, outer_app, serve
+from recipe.route import RouteCheck, RouteLost
+from recipe.sandbox_setup import (
+    SPLITS,
+    StartError,
+    check_sandbox,
+    check_tasks,
+    open_forwarder,
+    public_url,
+    say,
+    sweep_sandboxes,
+    use_hf_sandboxes,
+)
+from recipe.serving import MOUNT, EndAbandonedRollouts, Threads, outer_app, serve
 
-SPLITS = ("train", "test")
 # What a server's first trial imports, in seconds during which nothing else would be served.
 WARM_IMPORTS = ("harbor.trial.single_step", "harbor.verifier.verifier", "harbor.llms.litellm_config", "dirhash",
                 "recipe.opencode_agent")
-
-
-class StartError(RuntimeError):
-    """The server cannot start; the message says why and what to do."""
-
-
-def say(text: str) -> None:
-    print(f"[env] {text}", flush=True)
-
-
-def public_url(settings: Settings, environ: Mapping[str, str]) -> str:
-    """Base URL of the capture proxy as a sandbox reaches it. Raises SettingsError where it cannot be derived."""
-    if environ.get("PUBLIC_URL"):
-        return environ["PUBLIC_URL"].rstrip("/") + MOUNT
-    if settings.sandbox == "local":
-        return f"http://127.0.0.1:{settings.public_port}{MOUNT}"
-    if environ.get("JOB_ID"):  # set in every Hugging Face Job
-        return f"https://{environ['JOB_ID']}--{settings.public_port}.hf.jobs{MOUNT}"
-    raise SettingsError(f"SANDBOX={settings.sandbox} runs elsewhere and JOB_ID is not set, so this is no Hugging Face "
-                        "Job: set PUBLIC_URL to the https address under which sandboxes reach port "
-                        f"{settings.public_port}, or use SANDBOX=local")
-
-
-def check_tasks(settings: Settings) -> None:
-    """Raises SettingsError when a split has no task."""
-    for split in SPLITS:
-        folder = settings.run_path / "tasks" / split
-        if not any(folder.glob("*/task.toml")):
-            raise SettingsError(f"no tasks in {folder}: run prepare_tasks.py first (run_job.sh does)")
-
-
-def check_sandbox(settings: Settings) -> None:
-    """Says what isolates rollouts here; raises StartError when the configured sandbox cannot work."""
-    if settings.sandbox == "local":
-        if not os.environ.get("OPENCODE_BIN"):
-            os.environ["OPENCODE_BIN"] = str(opencode_binary.ensure_binary(settings))
-        say(f"local sandbox: {sandbox_isolation.detect(settings.sandbox_runtime).describe()}")
-        return
-    from openenv.harbor.capabilities import check_sandbox as ask
-
-    status = ask(settings.sandbox)
-    if not status.available:
-        raise StartError(f"SANDBOX={settings.sandbox} cannot be used: {status.detail}")
-
-
-def sweep_sandboxes(settings: Settings) -> None:
-    """Ends and removes local sandboxes of this run that outlived their rollout, or an earlier server."""
-    if settings.sandbox != "local":
-        return
-    killed, removed = sandbox_files.sweep(settings.run_path / "sandboxes", str(settings.run_path),
-                                          settings.keep_sandbox)
-    if killed or removed:
-        say(f"swept {killed} processes and {removed} folders of sandboxes that had not ended")
 
 
 def probe_engine(settings: Settings) -> dict[str, Any]:
@@ -115,9 +77,11 @@ def probe_engine(settings: Settings) -> dict[str, Any]:
 def run(settings: Settings) -> int:
     """Checks everything that can be wrong, cheapest first, then serves."""
     url = public_url(settings, os.environ)
+    sandbox_keys.check(settings.sandbox, os.environ)
     check_tasks(settings)
-    # A local sandbox reaches the public port over loopback, so nobody else has to.
-    public = bind(settings.public_port, "PUBLIC_PORT", "127.0.0.1" if settings.sandbox == "local" else "0.0.0.0")
+    remote = settings.sandbox != "local"
+    # A local sandbox reaches the public port over loopback, as a forwarder does; a Job's proxy does not.
+    public = bind(settings.public_port, "PUBLIC_PORT", "0.0.0.0" if settings.sandbox == "hf-sandbox" else "127.0.0.1")
     control = bind(settings.env_port, "ENV_PORT")
 
     trials = settings.run_path / "trials"
@@ -129,15 +93,20 @@ def run(settings: Settings) -> int:
     os.environ["OPENENV_CAPTURE_ADMIN_KEY"] = os.environ.pop("CAPTURE_ADMIN_KEY", "") or secrets.token_urlsafe(24)
 
     seams.check()
-    calls = CallTimes()
-    seams.install(settings, url, calls)
     check_sandbox(settings)
-    sweep_sandboxes(settings)
+    forwarder, gate, fleet = None, Gate(settings.run_path), None
+    if settings.sandbox == "hf-sandbox":
+        fleet = use_hf_sandboxes(settings, gate)
+    sweep_sandboxes(settings, fleet)
     llm = probe_engine(settings)
+    if not url:
+        forwarder, url = open_forwarder(settings)
+    calls, route = CallTimes(), RouteCheck(url, gate, settings.route_check_every) if remote else None
+    seams.install(settings, url, calls, gate)
 
     from openenv.harbor.serving import HarborService, build_app
 
-    for module in WARM_IMPORTS + (("recipe.sandbox_local",) if settings.sandbox == "local" else ()):
+    for module in WARM_IMPORTS + (() if remote else ("recipe.sandbox_local",)):
         importlib.import_module(module)
     service = HarborService(llm_url=settings.policy_url, model=settings.model, datasets=list(SPLITS),
                             capture_port=settings.public_port, expose="direct",
@@ -153,11 +122,25 @@ def run(settings: Settings) -> int:
     say(f"capture proxy on port {settings.public_port}, known to sandboxes as {url}")
     say(f"control plane on 127.0.0.1:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts at once, "
         f"trials in {trials}")
+    capture = outer_app(calls.around(service.capture.app), *([route.route(MOUNT)] if route else []))
+
+    async def first() -> None:
+        say(f"route: {await route.first()}")
+
+    async def main() -> int:
+        asyncio.get_running_loop().set_default_executor(Threads(2 * settings.max_concurrent_envs + 8))
+        limit = settings.stall_limit + settings.agent_timeout
+        return await serve((capture, public), (EndAbandonedRollouts(app), control), first=first if route else None,
+                           watch=(lambda: route.watch(limit)) if route else None)
+
     try:
-        capture = outer_app(calls.around(service.capture.app))
-        return asyncio.run(serve([(EndAbandonedRollouts(app), control), (capture, public)]))
+        return asyncio.run(main())
     finally:
-        sweep_sandboxes(settings)
+        if forwarder:
+            forwarder.stop()
+        sweep_sandboxes(settings, fleet)
+        if fleet and (totals := sandbox_costs.read(settings.run_path)):
+            say(sandbox_costs.line(totals))
 
 
 def quiet_logs() -> None:
@@ -178,6 +161,9 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as err:
         print(f"Settings are wrong, nothing was started:\n{err}", file=sys.stderr)
         return EXIT_USAGE
+    except RouteLost as err:
+        print(f"env server ended: {err}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
     except (PortBusy, StartError, seams.SeamError, opencode_binary.BinaryError,
             sandbox_isolation.SandboxError) as err:
         print(f"env server not started: {err}", file=sys.stderr)

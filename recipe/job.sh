@@ -25,6 +25,7 @@ job_begin() {
   local script=$1 arguments=${2:-} name=${3:-} settings
   settings=$(python3 -m recipe.config export) || exit $?
   eval "$settings"
+  python3 -m recipe.sandbox_keys || exit $?
   export RUN_DIR=${RUN_DIR:-$REPO/runs/${name:+$name-}$PRESET-$(date +%Y%m%d-%H%M%S)}
   mkdir -p "$RUN_DIR/logs" || die "$EXIT_USAGE" "cannot make $RUN_DIR: set RUN_DIR to a folder that can be written"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
@@ -55,10 +56,15 @@ job_stalled() {
 }
 
 sweep_sandboxes() {
-  if [[ ${SANDBOX:-} == local && -n ${ENV_PYTHON:-} ]]; then
-    "$ENV_PYTHON" -m recipe.sandbox_local sweep --run-dir "$RUN_DIR" >>"$LOGS/env.log" 2>&1 ||
-      say "the sandbox sweep failed, see $LOGS/env.log" >&2
-  fi
+  local -a sweep=(recipe.hf_sandbox_jobs sweep)
+  [[ -n ${ENV_PYTHON:-} ]] || return 0
+  case ${SANDBOX:-} in
+    local) sweep=(recipe.sandbox_local sweep --run-dir "$RUN_DIR") ;;
+    hf-sandbox) [[ -e $LOGS/env.log ]] || return 0 ;; # none was ever started
+    *) return 0 ;;
+  esac
+  "$ENV_PYTHON" -m "${sweep[@]}" >>"$LOGS/env.log" 2>&1 || say "the sandbox sweep failed, see $LOGS/env.log" >&2
+  python3 -m recipe.sandbox_costs --run-dir "$RUN_DIR"
 }
 
 # shellcheck disable=SC2317,SC2329 # called by the traps
@@ -80,6 +86,7 @@ job_end() {
   esac
   trap '' INT TERM # a second Ctrl-C must not leave servers behind
   stop_all
+  JOB_FOLLOWERS+=("${SERVER_FOLLOWERS[@]}")
   wait_followers
   sweep_sandboxes
   rm -f "$RUN_DIR/processes"
@@ -145,6 +152,7 @@ start_env() {
   step env "starting the env server and its capture proxy (public port $PUBLIC_PORT)"
   beat env
   start_process env bash serve_env.sh
+  follow_server env 'BLOCKED|^\[env\] route'
   wait_healthy env "$ENV_PORT" /health 600
 }
 

@@ -13,12 +13,15 @@ from typing import Any, override
 from harbor.agents.installed.opencode import OpenCode
 from harbor.environments.base import BaseEnvironment
 
+from recipe.opencode_settings import MODELS_PATH
+
 IMPORT_PATH = "recipe.opencode_agent:PinnedOpenCode"
 
 # Runs as root in the sandbox. Two downloaders and four attempts, because a rollout that dies in its set-up is a
 # rollout paid for and lost; the hash is checked after each attempt, so a truncated file is fetched again.
 INSTALL = r"""
 set -u
+mkdir -p "$(dirname {models})" && printf '{{}}' >{models} # no other models: see recipe/opencode_settings.py
 if [ "$(opencode --version 2>/dev/null)" = {version} ]; then exit 0; fi
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 for attempt in 1 2 3 4; do
@@ -62,4 +65,4 @@ class PinnedOpenCode(OpenCode):
         await self.ensure_system_dependencies(environment, ("curl", "coreutils"))
         fields = {k: shlex.quote(v) for k, v in self._download.items() if k != "member"}
         await self.exec_as_root(environment, command=INSTALL.format(
-            version=shlex.quote(str(self._version)), member=self._download["member"], **fields))
+            version=shlex.quote(str(self._version)), models=MODELS_PATH, member=self._download["member"], **fields))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # OpenCode builds its list of all known models and providers (thousands) at every start unless a file names others;
-# ours names none, the one provider it needs is in its configuration. A local sandbox shows NO_MODELS at MODELS_PATH;
-# where that file is missing (a remote sandbox) OpenCode falls back to its own list.
+# ours names none, the one provider it needs is in its configuration. A local sandbox shows NO_MODELS at MODELS_PATH, a
+# remote one writes it with the agent; where that file is missing OpenCode falls back to its own list.
 MODELS_PATH = "/opt/opencode/models.json"
 NO_MODELS = Path(__file__).with_name("opencode_models.json")
 

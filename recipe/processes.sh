@@ -10,7 +10,7 @@ STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: th
 SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
 
 declare -A JOB_PID=() JOB_OFFSET=()
-declare -a JOB_RUNNING=() JOB_FOLLOWERS=()
+declare -a JOB_RUNNING=() JOB_FOLLOWERS=() SERVER_FOLLOWERS=()
 
 # start_process NAME COMMAND...: in a session of its own, output appended to logs/NAME.log.
 start_process() {
@@ -128,11 +128,20 @@ wait_healthy() {
   say "$name is healthy on port $port after $((SECONDS - start)) s (pid ${JOB_PID[$name]}, log $LOGS/$name.log)"
 }
 
-# follow NAME REGEX: shows matching new lines of the process's log until it ends.
+# follow NAME REGEX: shows matching new lines of the process's log until it ends. It holds no lock: it may outlive us.
 follow() {
-  tail -c "+$((JOB_OFFSET[$1] + 1))" -s 0.5 --pid="${JOB_PID[$1]}" -f "$LOGS/$1.log" 2>/dev/null |
-    grep --line-buffered -E -- "$2" | sed -u 's/^/    /' &
+  {
+    tail -c "+$((JOB_OFFSET[$1] + 1))" -s 0.5 --pid="${JOB_PID[$1]}" -f "$LOGS/$1.log" 2>/dev/null |
+      grep --line-buffered -E -- "$2" | sed -u 's/^/    /'
+  } {JOB_LOCK}>&- &
   JOB_FOLLOWERS+=($!)
+}
+
+# follow_server NAME REGEX: the same of a server, which outlives the steps.
+follow_server() {
+  follow "$@"
+  SERVER_FOLLOWERS+=("${JOB_FOLLOWERS[-1]}")
+  unset 'JOB_FOLLOWERS[-1]'
 }
 
 wait_followers() {

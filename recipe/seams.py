@@ -7,9 +7,10 @@ OpenEnv has no option for these, so module globals are replaced that it looks up
 
     openenv/harbor/seams.py    SEAMS["opencode"]: our agent class, the session key as x-api-key, the lean settings,
                                one tool list and one model name in training and evaluation
-    openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only
-                               run_rollout: the times of its model calls travel with its result, which fails when
-                               the agent lost its model, and the agent's database does not stay on disk
+    openenv/harbor/rollout.py  build_trial_config: the local sandbox, which Harbor knows by import path only, and ours
+                               around Harbor's HF Sandbox
+                               run_rollout: passes the gate first, the times of its model calls travel with its result,
+                               which fails when the agent lost its model, and the agent's database does not stay on disk
     openenv/harbor/environment.py  _ROLLOUT_TIMEOUT_S: the longest rollout that the server waits for
     openenv/core/harness/capture/sessions.py  evaluation_sampling: the whole policy, as in training
 """
@@ -29,12 +30,14 @@ from urllib.parse import urlsplit
 from recipe import opencode_binary, trial_files
 from recipe.call_times import CallTimes
 from recipe.config import Settings
+from recipe.gate import Gate
 from recipe.lost_model import MODEL_LOST, agent_error, lost_model
 from recipe.opencode_settings import LEAN_CONFIG, LEAN_ENV
 
 VERSIONS = {"openenv": "0.10.0", "harbor": "0.25.0"}
 AGENT = "recipe.opencode_agent:PinnedOpenCode"
 LOCAL_SANDBOX = "recipe.sandbox_local:LocalSandbox"
+HF_SANDBOX = "recipe.hf_sandbox:PinnedHFSandbox"
 SETUP_TIMEOUT_S = 1800  # sandbox start, agent set-up and verifier, beside the agent's own time
 
 TRIAL_CONFIG_PARAMETERS = ("task_dir", "harness", "sandbox", "intercept_url", "session_id", "model", "trial_name",
@@ -64,10 +67,13 @@ def check() -> None:
             raise SeamError(f"{package} is {found}, expected {expected}: install requirements/env-server.txt into the "
                             "env server's Python (setup.sh does)")
     from harbor.agents.installed.opencode import OpenCode
+    from harbor.environments.hf_sandbox import HFSandboxEnvironment
     from harbor.models.trial.config import AgentConfig, EnvironmentConfig
     from openenv.core.harness.capture import CaptureServer, sessions, upstream
     from openenv.harbor import environment, rollout, seams, serving
 
+    _same("harbor", inspect.getmodule(HFSandboxEnvironment), "HFSandboxEnvironment keeps its sandbox in _sandbox", True,
+          "self._sandbox = await asyncio.to_thread(" in inspect.getsource(HFSandboxEnvironment.start))
     _same("openenv", rollout, "parameters of build_trial_config", TRIAL_CONFIG_PARAMETERS,
           _parameters(rollout.build_trial_config))
     _same("openenv", seams, "fields of Seam", SEAM_FIELDS, tuple(f.name for f in dataclasses.fields(seams.Seam)))
@@ -98,15 +104,15 @@ def check() -> None:
           _parameters(OpenCode.install))
 
 
-def install(settings: Settings, capture_url: str, calls: CallTimes) -> None:
+def install(settings: Settings, capture_url: str, calls: CallTimes, gate: Gate | None = None) -> None:
     """Replaces the globals above for this process. `capture_url` is the capture proxy's as sandboxes know it; `calls`
-    must stand in front of that proxy."""
+    must stand in front of that proxy; `gate` lets rollouts begin."""
     from openenv.core.harness.capture import sessions
     from openenv.harbor import environment, rollout, seams
 
     seams.SEAMS["opencode"] = opencode_seam(seams.SEAMS["opencode"], settings)
     rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings, capture_url)
-    rollout.run_rollout = observed_rollout(rollout.run_rollout, calls, settings.keep_trials)
+    rollout.run_rollout = observed_rollout(rollout.run_rollout, calls, settings.keep_trials, gate)
     environment._ROLLOUT_TIMEOUT_S = float(settings.agent_timeout + SETUP_TIMEOUT_S)
     sessions.evaluation_sampling = whole_policy(sessions.evaluation_sampling)
 
@@ -156,28 +162,30 @@ def whole_policy(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
 
 
 def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_url: str) -> Callable[..., Any]:
-    """`stock` (build_trial_config) that admits the configured sandbox only and knows SANDBOX=local."""
+    """`stock` (build_trial_config) that admits the configured sandbox only and puts ours in its place."""
+    ours = {"local": (LOCAL_SANDBOX, lambda: local_sandbox_kwargs(settings, capture_url)),
+            "hf-sandbox": (HF_SANDBOX, dict)}
 
     def build_trial_config(**arguments: Any) -> Any:
         if arguments["sandbox"] != settings.sandbox:
             raise ValueError(f"this env server runs rollouts in SANDBOX={settings.sandbox}, "
                              f"not in {arguments['sandbox']}")
-        if settings.sandbox != "local":
+        if settings.sandbox not in ours:
             return stock(**arguments)
         # "docker" only gets through validation: an import path and no type is what Harbor is given.
         config = stock(**{**arguments, "sandbox": "docker"})
-        local = config.environment.model_copy(update={"type": None, "import_path": LOCAL_SANDBOX,
-                                                      "kwargs": local_sandbox_kwargs(settings, capture_url)})
-        return config.model_copy(update={"environment": local})
+        path, kwargs = ours[settings.sandbox]
+        environment = config.environment.model_copy(update={"type": None, "import_path": path, "kwargs": kwargs()})
+        return config.model_copy(update={"environment": environment})
 
     return build_trial_config
 
 
-def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes,
-                     keep_trials: str) -> Callable[..., Awaitable[Any]]:
-    """`stock` (run_rollout) whose result says in `phase_timings` when its first and last model calls were and fails
-    when the agent lost its model, and whose trial's folder is pruned once the result is made, unless `keep_trials` is
-    "full"."""
+def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, keep_trials: str,
+                     gate: Gate | None = None) -> Callable[..., Awaitable[Any]]:
+    """`stock` (run_rollout) that passes `gate` first, whose result says in `phase_timings` when its first and last
+    model calls were and fails when the agent lost its model, and whose trial's folder is pruned once the result is
+    made, unless `keep_trials` is "full"."""
 
     async def run_rollout(*, on_session_created: Callable[[str], None] | None = None, **arguments: Any) -> Any:
         sessions: list[str] = []
@@ -188,6 +196,8 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes,
             if on_session_created is not None:
                 on_session_created(session_id)
 
+        if gate:
+            await gate.passed()
         times: dict[str, float] = {}
         try:
             result = await stock(on_session_created=created, **arguments)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import signal
 import socket
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from recipe.exits import EXIT_UNAVAILABLE
@@ -15,12 +17,20 @@ WS_PING_S = 120.0  # a loaded machine answers pings late, and a closed socket lo
 SHUTDOWN_S = 10  # for sandboxes to stop before they are swept
 
 
-def outer_app(capture_app: Any) -> Any:
-    """What the public port serves: `capture_app` at /capture, 404 for every other path."""
+def outer_app(capture_app: Any, *routes: Any) -> Any:
+    """What the public port serves: `routes` and `capture_app` at /capture, 404 for every other path."""
     from starlette.applications import Starlette
     from starlette.routing import Mount
 
-    return Starlette(routes=[Mount(MOUNT, app=capture_app)])
+    return Starlette(routes=[*routes, Mount(MOUNT, app=capture_app)])
+
+
+class Threads(ThreadPoolExecutor):
+    """The event loop's own pool. A command in a remote sandbox holds a thread for as long as it runs, and the agent's
+    runs for minutes, where Python's default has cores + 4 threads. At the end nobody waits for an abandoned one."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
 
 
 class EndAbandonedRollouts:
@@ -59,8 +69,14 @@ class EndAbandonedRollouts:
                 await handler
 
 
-async def serve(apps: list[tuple[Any, socket.socket]]) -> int:
-    """Serves each app on its bound socket until SIGTERM or SIGINT; returns 128 + signal, or 69 if a server ends."""
+async def serve(public: tuple[Any, socket.socket], control: tuple[Any, socket.socket], *,
+                first: Callable[[], Coroutine[Any, Any, None]] | None = None,
+                watch: Callable[[], Coroutine[Any, Any, None]] | None = None) -> int:
+    """Serves each app on its bound socket until SIGTERM or SIGINT; returns 128 + signal, or 69 if a server ends.
+
+    `first` runs between the start of the public app and that of the control plane, by which the world knows that
+    all is well; `watch` runs beside both. What either raises ends the servers and is raised.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -70,11 +86,14 @@ async def serve(apps: list[tuple[Any, socket.socket]]) -> int:
     # One thread and one loop: the children of sandboxes die with the thread that started them.
     servers = [Server(uvicorn.Config(app, log_level="warning", lifespan="on", ws_ping_interval=WS_PING_S,
                                      ws_ping_timeout=WS_PING_S, timeout_graceful_shutdown=SHUTDOWN_S))
-               for app, _ in apps]
+               for app, _ in (public, control)]
     received: list[int] = []
+    failed: list[Exception] = []
+    ended = asyncio.Event()
 
     def stop(signum: int = 0) -> None:
         received.append(signum)
+        ended.set()
         for server in servers:
             server.should_exit = True
 
@@ -88,5 +107,28 @@ async def serve(apps: list[tuple[Any, socket.socket]]) -> int:
         finally:
             stop()
 
-    await asyncio.gather(*(run(server, sock) for server, (_, sock) in zip(servers, apps, strict=True)))
+    async def beside(work: Coroutine[Any, Any, None]) -> None:
+        """`work`, given up as soon as the servers end."""
+        task, end = asyncio.create_task(work), asyncio.create_task(ended.wait())
+        await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
+        end.cancel()
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        except Exception as err:  # raised below, when the servers have ended
+            failed.append(err)
+            stop()
+
+    running = [asyncio.create_task(run(servers[0], public[1]))]
+    if first:
+        await beside(first())
+    if not ended.is_set():
+        running.append(asyncio.create_task(run(servers[1], control[1])))
+        if watch:
+            running.append(asyncio.create_task(beside(watch())))
+    await asyncio.gather(*running)
+    if failed:
+        raise failed[0]
     return 128 + received[0] if received and received[0] else EXIT_UNAVAILABLE

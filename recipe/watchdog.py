@@ -32,6 +32,7 @@ from recipe.exits import EXIT_STALLED, Parser
 
 HEARTBEAT = "heartbeat.json"
 STALLED = "stalled.json"
+BLOCKED = "blocked.json"  # written by the env server while no rollout can be started, and why (recipe/gate.py)
 PROCESSES = "processes"  # lines "<session id> <name>", kept by recipe/job.sh
 
 # Seconds without a beat that each phase may take; None means Settings.stall_limit. Phases that are not training have
@@ -92,10 +93,12 @@ def overdue(heartbeat: dict[str, Any], settings: Settings, now: float) -> float 
     return silent if silent > limit_of(heartbeat["phase"], settings) else None
 
 
-def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, resume: str) -> str:
+def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, resume: str,
+                  blocked: dict[str, Any] | None = None) -> str:
     info = ", ".join(f"{k}={v}" for k, v in heartbeat.items() if k not in ("phase", "time", "pid"))
     return (f"STALLED in phase {heartbeat['phase']}: {silent:.0f} s without progress, the limit of this phase is "
             f"{limit_of(heartbeat['phase'], settings):.0f} s{f' (last beat: {info})' if info else ''}. "
+            f"{'No rollout can be started: ' + blocked['message'] + ' ' if blocked else ''}"
             f"The run is stopped; checkpoints and finished evaluation cells are kept. Resume with:\n  {resume}")
 
 
@@ -117,7 +120,7 @@ def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float)
         heartbeat["time"] = max(heartbeat["time"], started)
         silent = overdue(heartbeat, settings, time.time())
         if silent is not None:
-            message = stall_message(heartbeat, silent, settings, resume)
+            message = stall_message(heartbeat, silent, settings, resume, read(run_dir / BLOCKED))
             (run_dir / STALLED).write_text(json.dumps({**heartbeat, "silent": silent, "message": message}))
             print(message, file=sys.stderr, flush=True)
             os.kill(pid, signal.SIGTERM)

@@ -57,14 +57,16 @@ class EnvServer:
 
 
 def start_server(run_dir: Path, engine_port: int, *, public_url: str = "", wait: bool = True,
-                 **environ: str) -> EnvServer:
-    """Starts serve_env.sh on `run_dir`; with `wait`, returns once it is healthy."""
+                 variables: dict[str, str] | None = None, **environ: str) -> EnvServer:
+    """Starts serve_env.sh on `run_dir`; with `wait`, returns once it is healthy. `environ` are settings, `variables`
+    what the server reads beside them."""
     settings = Settings.load(dict(PRESET="local", RUN_DIR=str(run_dir), POLICY_PORT=str(engine_port), MODEL="scripted",
                                   PUBLIC_PORT=environ.pop("PUBLIC_PORT", "") or str(free_port()),
                                   ENV_PORT=str(free_port()), AGENT_TIMEOUT="240", MAX_MODEL_CALLS="4", **environ))
     full = {**{k: os.environ[k] for k in ("PATH", "HOME", "TMPDIR") if k in os.environ}, **settings.environ(),
             "ENV_PYTHON": needed("ENV_PYTHON"), "OPENCODE_BIN": needed("OPENCODE_BIN"),
-            "CAPTURE_ADMIN_KEY": ADMIN_KEY, "PUBLIC_URL": public_url}
+            "CAPTURE_ADMIN_KEY": ADMIN_KEY, "PUBLIC_URL": public_url,
+            **(variables or {})}
     log = run_dir / f"env-{settings.env_port}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(["bash", str(REPO / "serve_env.sh")], env=full, stdin=subprocess.DEVNULL,

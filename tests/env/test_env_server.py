@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 from openenv.core.harness.capture import CaptureServer
 from starlette.testclient import TestClient
 
-from recipe import env_server, serving
-from recipe.config import Settings, SettingsError
+from recipe import sandbox_setup, serving
+from recipe.config import REPO, Settings, SettingsError
 
 
 def settings(**environ: str) -> Settings:
@@ -19,20 +22,57 @@ def settings(**environ: str) -> Settings:
 def test_public_url_of_each_sandbox():
     local = settings(SANDBOX="local", PUBLIC_PORT="8123")
     remote = settings(SANDBOX="hf-sandbox")
-    assert env_server.public_url(local, {}) == "http://127.0.0.1:8123/capture"
-    assert env_server.public_url(remote, {"JOB_ID": "6712ab"}) == "https://6712ab--8000.hf.jobs/capture"
-    assert env_server.public_url(remote, {"JOB_ID": "x", "PUBLIC_URL": "https://me.example/"}) == (
+    assert sandbox_setup.public_url(local, {}) == "http://127.0.0.1:8123/capture"
+    assert sandbox_setup.public_url(remote, {"JOB_ID": "6712ab"}) == "https://6712ab--8000.hf.jobs/capture"
+    assert sandbox_setup.public_url(remote, {"JOB_ID": "x", "PUBLIC_URL": "https://me.example/"}) == (
         "https://me.example/capture")
     with pytest.raises(SettingsError, match="JOB_ID is not set.*set PUBLIC_URL.*port 8000"):
-        env_server.public_url(remote, {})
+        sandbox_setup.public_url(remote, {})
+    for sandbox in ("daytona", "e2b"):  # OpenEnv's forwarder says it; the Job's proxy is not used
+        assert sandbox_setup.public_url(settings(SANDBOX=sandbox), {"JOB_ID": "6712ab"}) == ""
+
+
+@pytest.mark.parametrize(("sandbox", "name"), [("daytona", "DAYTONA_API_KEY"), ("e2b", "E2B_API_KEY"),
+                                               ("hf-sandbox", "HF_TOKEN")])
+def test_a_missing_key_is_named_before_anything_starts(tmp_path, sandbox, name):
+    environ = {"PATH": os.environ["PATH"], "SANDBOX": sandbox, "HF_HOME": str(tmp_path), "PYTHONPATH": str(REPO)}
+
+    def check(**more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "recipe.sandbox_keys"], env=environ | more, capture_output=True,
+                              text=True)
+
+    refused = check()
+    assert refused.returncode == 64 and f"SANDBOX={sandbox} needs {name}: set it" in refused.stderr
+    good = check(**{name: "the-secret"})
+    assert good.returncode == 0 and "the-secret" not in good.stdout + good.stderr
+    if sandbox == "hf-sandbox":
+        (tmp_path / "token").write_text("from hf auth login")
+        assert check().returncode == 0
+
+
+def test_a_forwarder_that_cannot_run_is_one_sentence():
+    with pytest.raises(sandbox_setup.StartError, match="FORWARDER=cloudflare cannot publish.*cloudflared.*PUBLIC_URL"):
+        sandbox_setup.open_forwarder(settings(SANDBOX="e2b", FORWARDER="cloudflare"))
+
+
+def test_an_hf_sandbox_needs_an_image_in_every_task(tmp_path):
+    made = settings(SANDBOX="hf-sandbox", RUN_DIR=str(tmp_path))
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            (tmp_path / "tasks" / split / name).mkdir(parents=True)
+            (tmp_path / "tasks" / split / name / "task.toml").write_text('[environment]\ndocker_image = "image"\n')
+    sandbox_setup.check_tasks(made)
+    (tmp_path / "tasks/test/b/task.toml").write_text("[environment]\ncpus = 1\n")
+    with pytest.raises(SettingsError, match="test/b/task.toml has no .environment. docker_image"):
+        sandbox_setup.check_tasks(made)
 
 
 def test_missing_tasks_are_named(tmp_path):
-    made = settings(RUN_DIR=str(tmp_path))
+    made = settings(RUN_DIR=str(tmp_path), SANDBOX="local")
     (tmp_path / "tasks/train/a").mkdir(parents=True)
     (tmp_path / "tasks/train/a/task.toml").touch()
     with pytest.raises(SettingsError, match="tasks/test: run prepare_tasks.py"):
-        env_server.check_tasks(made)
+        sandbox_setup.check_tasks(made)
 
 
 def test_public_app_mounts_the_capture_app_and_nothing_else():

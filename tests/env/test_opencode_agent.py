@@ -14,13 +14,15 @@ from test_opencode_binary import tarball
 
 from recipe.opencode_agent import PinnedOpenCode
 from recipe.opencode_binary import MEMBER
+from recipe.opencode_settings import MODELS_PATH
 
 
 class Machine:
-    """Stands for a sandbox: runs commands in bash with `bin` first on PATH and /usr/local/bin moved to `target`."""
+    """Stands for a sandbox: runs commands in bash with `bin` first on PATH, and /usr/local/bin and /opt in `root`."""
 
     def __init__(self, root: Path) -> None:
         self.bin, self.target, self.calls = root / "bin", root / "local", root / "calls"
+        self.models = root / MODELS_PATH.lstrip("/")
         self.bin.mkdir()
         self.target.mkdir()
         self.calls.touch()
@@ -31,7 +33,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     async def exec(self, command: str, **_: object) -> ExecResult:
-        command = command.replace("/usr/local/bin", str(self.target))
+        command = command.replace("/usr/local/bin", str(self.target)).replace(MODELS_PATH, str(self.models))
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60,
                               env={"PATH": f"{self.bin}:{self.target}:/usr/bin:/bin", "HOME": str(self.bin)})
         return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
@@ -71,6 +73,7 @@ def test_installs_the_pinned_file_and_not_twice(machine, tmp_path):
     assert subprocess.check_output([machine.target / "opencode"], text=True) == "9.9.9\n"
     install(machine, made)
     assert machine.count("curl") == 1
+    assert machine.models.read_text() == "{}", "else the agent builds its list of thousands of models at every start"
 
 
 def test_cut_downloads_are_tried_again(machine, tmp_path):

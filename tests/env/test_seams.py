@@ -82,10 +82,18 @@ def test_local_sandbox_is_given_by_import_path(trial, settings):
 
 def test_remote_sandboxes_get_the_pinned_package(trial, settings):
     config = trial(dataclasses.replace(settings, sandbox="hf-sandbox"))
-    assert config.environment.type.value == "hf-sandbox" and config.environment.import_path is None
+    assert config.environment.type is None
+    assert config.environment.import_path == "recipe.hf_sandbox:PinnedHFSandbox" and config.environment.kwargs == {}
     download = config.agent.kwargs["download"]
     assert download["url"].endswith("/opencode-linux-x64/-/opencode-linux-x64-1.18.33.tgz")
     assert len(bytes.fromhex(download["sha512"])) == 64
+
+
+@pytest.mark.parametrize("sandbox", ["daytona", "e2b"])
+def test_other_backends_are_harbors_own(trial, settings, sandbox):
+    config = trial(dataclasses.replace(settings, sandbox=sandbox))
+    assert config.environment.type.value == sandbox and config.environment.import_path is None
+    assert "download" in config.agent.kwargs
 
 
 def test_another_sandbox_than_the_configured_one_is_refused(trial):

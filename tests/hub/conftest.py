@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hub_double import HubDouble, hub_environ
 
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # its doubles of engine and env server process
 assert "huggingface_hub" not in sys.modules, "huggingface_hub was imported before its endpoint was set"
 HOME = Path(tempfile.mkdtemp(prefix="hub-tests-"))
 HUB = HubDouble()
@@ -30,6 +31,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
     from huggingface_hub.utils import _http
 
     HUB.repos, HUB.lfs_store, HUB.jobs, HUB.requests, HUB.faults = {}, {}, {}, [], []
+    HUB.on_job, HUB.on_end = [], []
     HUB.tokens, HUB.job_rights = {"hf_write": "write"}, True
     monkeypatch.setenv("HF_TOKEN", "hf_write")
     monkeypatch.setattr(_http.http_backoff, "__kwdefaults__",

@@ -92,6 +92,8 @@ class HubDouble:
         self.job_rights = True
         self.lfs_store: dict[str, bytes] = {}
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.on_job: list[Callable[[str, dict[str, Any]], None]] = []  # called with each new job's id and record
+        self.on_end: list[Callable[[str], None]] = []  # called when a job is cancelled
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.lock = threading.RLock()
@@ -374,6 +376,8 @@ class HubHandler(BaseHTTPRequestHandler):
             "createdAt": "2026-01-01T00:00:00.000Z", "dockerImage": spec.get("dockerImage"),
             "command": spec["command"], "arguments": [], "environment": spec["environment"],
             "flavor": spec["flavor"], "labels": spec.get("labels", {}), "spec": spec}
+        for begin in self.hub.on_job:
+            begin(number, self.hub.jobs[number])
         self.send(200, self.shown(number))
 
     def shown(self, number: str) -> dict[str, Any]:
@@ -384,6 +388,8 @@ class HubHandler(BaseHTTPRequestHandler):
             raise HttpError(404, "Job not found")
         if action == "cancel":
             self.hub.jobs[number]["status"]["stage"] = "CANCELED"
+            for end in self.hub.on_end:
+                end(number)
         self.send(200, self.shown(number))
 
 

@@ -1,0 +1,124 @@
+"""What the HF Sandboxes of one env server share: breaker, cancelled starts, kills that fail, labels."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+from harbor.models.task.config import EnvironmentConfig
+from harbor.models.trial.paths import TrialPaths
+
+from recipe import hf_sandbox, hf_sandbox_jobs, hub, sandbox_costs
+from recipe.config import Settings
+from recipe.gate import Gate
+from recipe.hf_sandbox import CAUSE, Fleet, PinnedHFSandbox
+
+
+class Api:
+    """The two calls of HfApi that end a sandbox; `refuse` of them fail."""
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.refuse, self.cancelled = refuse, []
+
+    def cancel_job(self, job_id, namespace):
+        if self.refuse:
+            self.refuse -= 1
+            raise ConnectionError("reset")
+        self.cancelled.append(job_id)
+
+
+def fleet(tmp_path, api=None, attempts=3, **more) -> Fleet:
+    return Fleet(api or Api(), "me", {}, "cpu-basic", 1500, attempts, Gate(),
+                 sandbox_costs.Costs(tmp_path, "cpu-basic"), **more)
+
+
+@pytest.mark.parametrize(("outcomes", "closed"), [
+    ([False] * 7, False), ([False] * 8, True), ([True] * 6 + [False] * 6, False), ([True] * 6 + [False] * 7, True),
+    ([True, False] * 20, False)])
+def test_the_breaker_closes_when_most_starts_fail(tmp_path, outcomes, closed):
+    made = fleet(tmp_path)
+
+    async def run() -> None:
+        for outcome in outcomes:
+            made.noted(outcome, "no machine")
+
+    asyncio.run(run())
+    assert bool(made.gate.reason(CAUSE)) == closed
+    if closed:
+        assert "sandboxes did not start (no machine). The next attempt follows in 60 s" in made.gate.reason()
+
+
+def test_the_breaker_opens_by_itself_waits_longer_each_time_and_forgets(tmp_path):
+    made = fleet(tmp_path, cool=0.05)
+
+    async def run() -> list[float]:
+        waits = []
+        for _ in range(2):
+            for _ in range(8):
+                made.noted(False)
+            waits.append(made.cool)
+            await asyncio.wait_for(made.gate.passed(), 30)
+        made.noted(True)
+        return waits
+
+    assert asyncio.run(run()) == [0.1, 0.2] and made.cool == hf_sandbox.COOL_S
+
+
+def environment(tmp_path) -> PinnedHFSandbox:
+    (tmp_path / "environment").mkdir(exist_ok=True)
+    return PinnedHFSandbox(tmp_path / "environment", "task", "trial", TrialPaths(tmp_path),
+                           EnvironmentConfig(docker_image="image"), logger=logging.getLogger())
+
+
+class Slow(Fleet):
+    """A fleet whose sandboxes are made when `go` is set."""
+
+    def create(self, image):
+        self.began.set()
+        self.go.wait(60)
+        return SimpleNamespace(id="made", close=lambda: None)
+
+
+def test_a_start_that_is_cancelled_leaves_no_sandbox(tmp_path):
+    made = fleet(tmp_path)
+    made.__class__ = Slow
+    made.began, made.go = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        hf_sandbox.use(made)
+        start = asyncio.create_task(environment(tmp_path).start(False))
+        await asyncio.to_thread(made.began.wait, 60)
+        start.cancel()
+        await asyncio.wait([start])
+        assert start.cancelled() and made.api.cancelled == []
+        made.go.set()  # the thread goes on, as threads do
+        while not made.api.cancelled:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert made.api.cancelled == ["made"] and sandbox_costs.read(tmp_path)["started"] == 1
+
+
+@pytest.mark.parametrize(("refuse", "cancelled"), [(2, ["x"]), (99, [])])
+def test_a_kill_is_tried_again_and_its_failure_told(tmp_path, monkeypatch, capsys, refuse, cancelled):
+    monkeypatch.setattr(hub, "FIRST_WAIT", 0.01)
+    closed = []
+    made = fleet(tmp_path, Api(refuse))
+    made.end(SimpleNamespace(id="x", close=lambda: closed.append(1)), 0.0)
+    assert made.api.cancelled == cancelled and closed
+    assert ("WARN cancelling sandbox x: still failing" in capsys.readouterr().out) == (not cancelled)
+
+
+def test_labels_follow_the_adapter_over_jobs_and_tell_jobs_apart(tmp_path):
+    def labels(job: str, adapter: str = "me/a", run: str = "1") -> dict[str, str]:
+        made = Settings.load({"ADAPTER_REPO": adapter, "RUN_DIR": str(tmp_path / run)})
+        return hf_sandbox_jobs.labels_of(made, {"JOB_ID": job} if job else {})
+
+    first, resumed, other, unnamed = labels("j1"), labels("j2", run="2"), labels("j1", "me/b"), labels("", "")
+    assert first["recipe-run"] == resumed["recipe-run"] != other["recipe-run"]
+    assert (first["recipe-owner"], resumed["recipe-owner"]) == ("j1", "j2")
+    assert unnamed["recipe-owner"].startswith("machine-") and labels("", "", "2") != unnamed
+    assert all(value.replace("-", "").isalnum() for value in [*first.values(), *unnamed.values()])
