@@ -131,7 +131,7 @@ def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(st
 
 
 def test_the_resume_command_fits_the_preset(start):
-    code, output = start("run_step tasks false\n", PRESET="job").end()
+    code, output = start("run_step tasks false\n", PRESET="job", HF_TOKEN="hf_x").end()
     assert code == 69 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
 
 
