@@ -9,10 +9,12 @@ the ports of the settings; run_job.sh and run_eval.sh start both. The adapter is
 unloaded at the end. The engine's weights are compared with the files of base and adapter before the first cell.
 
 Writes, under RUN_DIR/eval: cells.jsonl (a line per finished cell; a second run goes on from it), final_results.json
-(pass@1 of both with 95% Wilson intervals, agreement, exact McNemar p, tool calls, settings) and final_results.md.
+(pass@1 of both with 95% intervals, agreement, exact McNemar p, tool calls, settings) and final_results.md; with
+ADAPTER_REPO they also go to eval/ of that repository. K_SAMPLES rollouts of each task and model are run.
 
 Exit codes: 0 every cell is graded · 2 cells stayed ungraded · 64 wrong settings or adapter · 69 a server does not
-answer, serves other weights than asked, or rollouts fail in a row (run the same command again to go on).
+answer, serves other weights than asked, or rollouts fail in a row, or the results are not on the Hub (run the same
+command again to go on).
 """
 
 from __future__ import annotations
@@ -21,36 +23,52 @@ import sys
 from pathlib import Path
 
 from recipe import report
-from recipe.adapters import AdapterError
+from recipe.adapters import FINAL, Adapter, AdapterError
 from recipe.cells import InfrastructureError
 from recipe.config import Settings, SettingsError
-from recipe.evaluation import evaluate, ungraded
+from recipe.evaluation import Plan, evaluate, ungraded
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser
+from recipe.hub import HubError
 from recipe.policy_client import PolicyError
 from recipe.pristine import NotPristine
+from recipe.results_repo import ResultsRepo
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--adapter", type=Path, help="adapter folder (default: RUN_DIR/adapter)")
+    parser.add_argument("--source", default="", help="where it comes from, for the results (default: its folder)")
     parser.add_argument("--label", default="adapter", help="name of the adapter's cells in the results")
     parser.add_argument("--served-name", default="opencode-lora", help="model name under which the engine serves it")
-    parser.add_argument("--results", default="final_results", help="name of the results files in RUN_DIR/eval")
+    parser.add_argument("--results", default=FINAL, help="name of the results files in RUN_DIR/eval")
     args = parser.parse_args(argv)
+    repo: ResultsRepo | None = None
     try:
         settings = Settings.load()
         out = settings.run_path / "eval" / f"{args.results}.json"
-        result = evaluate(settings, args.adapter or settings.run_path / "adapter", args.label, args.served_name, out)
+        folder = args.adapter or settings.run_path / "adapter"
+        repo = ResultsRepo(settings.adapter_repo, out.parent, args.results)
+        if restored := repo.restore():
+            print(f"{restored} finished cells of an earlier start are taken from {settings.adapter_repo}", flush=True)
+        plan = Plan(Adapter(folder, args.source or str(folder)), args.label, args.served_name, out)
+        result = evaluate(settings, plan, repo.push_sometimes)
+        table = report.render(result, args.label)
+        out.with_suffix(".md").write_text(table + "\n")
+        print(f"\n{table}\n\nresults: {out}", flush=True)
+        repo.push(f"Evaluation: {args.results}")
+        repo.finish()
     except (SettingsError, AdapterError, ValueError) as err:
         print(f"evaluation did not start: {err}", file=sys.stderr)
         return EXIT_USAGE
     except (InfrastructureError, NotPristine, PolicyError) as err:
         print(f"evaluation stopped: {err}\nFinished cells are kept; the same command goes on from them.",
               file=sys.stderr)
+        if repo:
+            repo.last_push("Evaluation stopped")
         return EXIT_UNAVAILABLE
-    table = report.render(result, args.label)
-    out.with_suffix(".md").write_text(table + "\n")
-    print(f"\n{table}\n\nresults: {out}")
+    except HubError as err:
+        print(err, file=sys.stderr)
+        return EXIT_UNAVAILABLE
     if ungraded(result):
         print(f"{ungraded(result)} cells stayed ungraded after {settings.eval_retries + 1} attempts; reasons are in "
               f"{out.parent / 'cells.jsonl'}. The same command tries them again.", file=sys.stderr)

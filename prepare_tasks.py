@@ -44,7 +44,7 @@ def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None
     if n > len(pinned.tasks):
         raise SettingsError(f"{n} tasks are asked of {pinned.dataset}, the pinned list has {len(pinned.tasks)}: lower "
                             "N_TRAIN_TASKS or N_TASKS.")
-    chosen = subset.stratified(pinned.tasks, n, lambda t: t.name, lambda t: t.difficulty, seed)
+    chosen = subset.stratified(pinned.tasks, n, lambda t: t.name, lambda t: t.difficulty, seed=seed)
     fetch = fetch or hub_tasks.hub_fetch(pinned.dataset, pinned.revision)
     return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch)) for task in chosen]
 

@@ -7,11 +7,14 @@
 #   RUN_DIR=runs/eval-… bash run_eval.sh --adapter …             goes on where that evaluation stopped
 #
 # Starts its own policy server (pristine base, the adapter loaded beside it) and env server; the adapter defaults to
-# ADAPTER_REPO. Every knob is an environment variable (`python3 -m recipe.config table`); N_TASKS tasks are evaluated.
-# Results: RUN_DIR/eval/final_results.json, the same table as final_results.md, one line a cell in cells.jsonl.
+# ADAPTER_REPO. Every knob is an environment variable (`python3 -m recipe.config table`): N_TASKS tasks are evaluated,
+# K_SAMPLES times each.
+# Results: RUN_DIR/eval/final_results.json, the same table as final_results.md, one line a cell in cells.jsonl; with
+# ADAPTER_REPO also in eval/ of that repository. A checkpoint's are called checkpoint-N_final_results, those of a named
+# revision begin with its first eight digits.
 #
 # Exit codes: 0 every cell graded · 2 some stayed ungraded · 64 wrong settings, arguments or adapter · 69 a server or
-# a step died or could not start · 75 stalled · 130 Ctrl-C · 143 SIGTERM
+# a step died or could not start, or the Hub failed · 75 stalled · 130 Ctrl-C · 143 SIGTERM
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"
@@ -41,7 +44,9 @@ start_watchdog
 
 step adapter "fetching $ADAPTER"
 # shellcheck disable=SC2016 # expanded by the inner shell
-run_step adapter bash -c '"$TRAINER_PYTHON" -m recipe.adapters "$1" --into "$RUN_DIR/adapter" >"$RUN_DIR/adapter.path"' - "$ADAPTER"
+run_step adapter bash -c '"$TRAINER_PYTHON" -m recipe.results_repo &&
+  "$TRAINER_PYTHON" -m recipe.adapters "$1" --into "$RUN_DIR/adapter" >"$RUN_DIR/adapter.found"' - "$ADAPTER"
+mapfile -t found <"$RUN_DIR/adapter.found" # folder, source, name of the results files
 
 step tasks "preparing the tasks"
 beat tasks
@@ -50,6 +55,6 @@ run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
 start_policy eval
 start_env
 step eval "base against $ADAPTER on $N_TASKS held-out tasks (log $LOGS/eval.log)"
-run_eval --adapter "$(<"$RUN_DIR/adapter.path")"
-step finish "results $RUN_DIR/eval/final_results.json"
+run_eval --adapter "${found[0]}" --source "${found[1]}" --results "${found[2]}"
+step finish "results $RUN_DIR/eval/${found[2]}.json${ADAPTER_REPO:+, and eval/ of $ADAPTER_REPO}"
 exit "$EVAL_CODE"

@@ -8,10 +8,11 @@
 # N_TASKS (default 100 here) held-out tasks, stratified by difficulty and the same for every checkpoint; base cells are
 # computed once. With --local its ports are 8100 to 8102 unless set, because the training job has the default ones.
 # It ends after the checkpoint of step MAX_STEPS, or when none has come for EVAL_IDLE_LIMIT seconds.
-# Results: RUN_DIR/eval/checkpoint-N_results.json and eval/summary.json, sent to the Hub repository where there is one.
+# Results: RUN_DIR/eval/checkpoint-N_results.json, and of all of them summary.json, summary.md and learning_curve.png;
+# with ADAPTER_REPO also in eval/ of that repository, from which a start on another machine goes on.
 #
 # Exit codes: 0 ended by itself · 2 some cells stayed ungraded · 64 wrong settings or arguments · 69 a server or a step
-# died or could not start · 75 stalled · 130 Ctrl-C · 143 SIGTERM. The same RUN_DIR goes on where it stopped.
+# died or could not start, or the Hub failed · 75 stalled · 130 Ctrl-C · 143 SIGTERM. The same RUN_DIR goes on where it stopped.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$REPO"
@@ -45,6 +46,9 @@ fi
 job_begin run_eval_watch.sh "${source_arguments[*]}" eval-watch
 job_setup
 start_watchdog
+
+step hub "may results be pushed to ${ADAPTER_REPO:-no repository}?"
+run_step hub "$TRAINER_PYTHON" -m recipe.results_repo
 
 step tasks "preparing the tasks"
 beat tasks

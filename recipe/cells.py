@@ -1,21 +1,19 @@
 """Evaluation cells: one held-out task with one model, run until graded, kept on disk one JSON line each.
 
-A cell is correct, wrong or ungraded (its rollout did not run: dead sandbox, refused key, an agent that never reached
-the model). Ungraded attempts are repeated with a fresh session; a breaker stops a run in which the infrastructure
-fails before it burns the task set. Only finished cells are written, so a run that stops goes on where it was.
+A cell is correct, wrong or ungraded (its rollout did not run: dead sandbox, refused key, an agent that lost its
+model). Ungraded attempts are repeated with a fresh session; a breaker stops a run in which the infrastructure fails
+before it burns the task set. Only finished cells are written, so a run that stops goes on where it was.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from recipe import json_lines
 
@@ -32,27 +30,42 @@ class Outcome(Protocol):
     prompt_tokens: int
     seconds: float
     trial_name: str
+    phases: dict[str, float]
+
+
+class MadeWith(NamedTuple):
+    """Digests of all that could change a cell's result: a cell is reused only where each of them still holds."""
+
+    protocol: str  # recipe/protocol.py
+    task: str  # the task's files
+    adapter: str = ""  # the adapter's files; empty for the base
 
 
 @dataclass(frozen=True)
 class Job:
-    """One cell to fill. `model` is the label in results; `served` the name the engine knows; `fingerprint` names
-    everything that could change the result, so that a cell is reused only where it still holds."""
+    """One cell to fill. `model` is the label in results; `served` the name the engine knows."""
 
     task: str
     index: int
     model: str
     served: str
-    fingerprint: str
+    made_with: MadeWith
     difficulty: str = ""
     kind: str = ""
+    sample: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.task, self.model, self.sample
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One finished cell; `tokens` were sampled, `prompt_tokens` summed over calls, `seconds` are the last attempt's."""
+    """One finished cell; `tokens` were sampled, `prompt_tokens` summed over calls. `seconds`, `phases` (seconds too:
+    recipe/phases.py) and `trial`, a folder in RUN_DIR/trials, are the last attempt's; `time` is Unix time."""
 
     task: str
+    sample: int
     difficulty: str
     kind: str
     model: str
@@ -64,9 +77,10 @@ class Cell:
     tokens: int
     prompt_tokens: int
     seconds: float
+    phases: dict[str, float]
     attempts: int
     trial: str
-    fingerprint: str
+    made_with: MadeWith
     time: float
 
 
@@ -75,7 +89,7 @@ class InfrastructureError(RuntimeError):
 
 
 class CellLog:
-    """Append-only eval/cells.jsonl. A later line of the same task and model replaces an earlier one."""
+    """Append-only eval/cells.jsonl. A later line of the same cell, made with the same, replaces an earlier one."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -84,30 +98,24 @@ class CellLog:
 
     def append(self, cell: Cell) -> None:
         with self._lock:
-            json_lines.append(self.path, asdict(cell))
+            json_lines.append(self.path, asdict(cell) | {"made_with": cell.made_with._asdict()})
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; a line torn by a kill is skipped, its cell counts as unfinished."""
-        return json_lines.read(self.path)
+        return [cell for cell in json_lines.read(self.path) if "made_with" in cell]
 
-    def graded(self, jobs: Iterable[Job]) -> tuple[dict[Job, dict[str, Any]], int]:
-        """Cells of `jobs` that need no new run, and how many are stale: graded, but under another fingerprint."""
-        last = {(c["task"], c["model"]): c for c in self.read()}
-        found, stale = {}, 0
-        for job in jobs:
-            cell = last.get((job.task, job.model))
-            if cell is None or cell["status"] == "ungraded":
-                continue
-            if cell["fingerprint"] == job.fingerprint:
-                found[job] = cell
-            else:
-                stale += 1
+    def of(self, jobs: Iterable[Job]) -> dict[Job, dict[str, Any]]:
+        """The last line of each job that was made with what the job asks for."""
+        lines = {(c["task"], c["model"], c["sample"], *MadeWith(**c["made_with"])): c for c in self.read()}
+        return {job: lines[key] for job in jobs if (key := (*job.key, *job.made_with)) in lines}
+
+    def graded(self, jobs: Iterable[Job]) -> tuple[dict[Job, dict[str, Any]], dict[Job, MadeWith]]:
+        """The cells of `jobs` that need no new run, and what the others' graded cells were made with instead."""
+        jobs = list(jobs)
+        found = {job: cell for job, cell in self.of(jobs).items() if cell["status"] != "ungraded"}
+        last = {(c["task"], c["model"], c["sample"]): c for c in self.read() if c["status"] != "ungraded"}
+        stale = {job: MadeWith(**last[job.key]["made_with"]) for job in jobs if job not in found and job.key in last}
         return found, stale
-
-
-def fingerprint(**parts: Any) -> str:
-    """Short hash of everything that could change a cell's result (any JSON-ready values)."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
@@ -115,11 +123,11 @@ def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
         status = "correct" if outcome.reward > 0 else "wrong"
     else:
         status = "ungraded"
-    return Cell(task=job.task, difficulty=job.difficulty, kind=job.kind, model=job.model, status=status,
-                reason=outcome.reason, reward=outcome.reward if status != "ungraded" else None,
+    return Cell(task=job.task, sample=job.sample, difficulty=job.difficulty, kind=job.kind, model=job.model,
+                status=status, reason=outcome.reason, reward=outcome.reward if status != "ungraded" else None,
                 tool_calls=outcome.tool_calls, model_calls=outcome.model_calls, tokens=outcome.tokens,
-                prompt_tokens=outcome.prompt_tokens, seconds=round(outcome.seconds, 3), attempts=attempts,
-                trial=outcome.trial_name, fingerprint=job.fingerprint, time=time.time())
+                prompt_tokens=outcome.prompt_tokens, seconds=round(outcome.seconds, 3), phases=outcome.phases,
+                attempts=attempts, trial=outcome.trial_name, made_with=job.made_with, time=time.time())
 
 
 def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurrency: int, retries: int,
@@ -128,11 +136,11 @@ def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurr
     """Runs `jobs`, `concurrency` at once and in order; `on_cell` gets each finished cell, from one thread.
 
     An ungraded attempt is repeated up to `retries` times, `backoff` seconds · attempt later. After each ungraded
-    attempt `healthy()` is asked and may name a dead server; that, or `breaker` ungraded attempts in a row over all
-    cells (0: four rounds of `concurrency`, at least 8), raises InfrastructureError. Cells in flight are then let
-    finish, and kept when graded; the rest stay unfinished.
+    attempt `healthy()` is asked and may name a dead server or route; that, or `breaker` ungraded attempts in a row
+    over all cells (0: two rounds of `concurrency`, at least 8), raises InfrastructureError. Cells in flight are then
+    let finish, and kept when graded; the rest stay unfinished.
     """
-    breaker = breaker or max(8, 4 * concurrency)
+    breaker = breaker or max(8, 2 * concurrency)
     stop, lock = threading.Event(), threading.Lock()
     state = {"in_a_row": 0, "why": ""}
 

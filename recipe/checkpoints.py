@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ FREE = {
     "preset", "resume", "adapter_repo", "max_steps", "n_tasks", "max_inflight", "token_budget", "attention", "sandbox",
     "sandbox_runtime", "keep_sandbox", "opencode_integrity", "engine", "public_port", "policy_port", "policy_host",
     "policy_gpu", "env_port", "gpu_memory_utilization", "prefix_caching", "save_steps", "stall_limit",
-    "eval_concurrency", "eval_retries", "eval_poll", "eval_idle_limit", "trackio_project", "trackio_space", "run_dir",
-    "cache_dir", "canary_every", "canary_tolerance", "ratio_stop", "keep_trials",
+    "eval_concurrency", "eval_retries", "k_samples", "eval_poll", "eval_idle_limit", "trackio_project",
+    "trackio_space", "run_dir", "cache_dir", "canary_every", "canary_tolerance", "ratio_stop", "keep_trials",
 }
 
 
@@ -80,16 +81,25 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None when every file is as the manifest says."""
+def damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint, or None when every file, or each of `names`, is as the manifest says."""
     manifest = read_manifest(folder)
     if manifest is None:
         return "it was not written to its end"
-    for name, record in manifest["files"].items():
+    for name in manifest["files"] if names is None else names:
+        record = manifest["files"].get(name)
         if not (folder / name).is_file():
             return f"{name} is missing"
         if file_record(folder / name) != record:
             return f"{name} is not what its manifest says"
+    return None
+
+
+def size_damage(manifest: dict[str, Any], sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with a checkpoint elsewhere, of which file names and sizes are known; None when all are there."""
+    for name, record in manifest["files"].items():
+        if sizes.get(name) != record["size"]:
+            return f"{name} has {sizes.get(name, 0)} bytes there, its manifest says {record['size']}"
     return None
 
 

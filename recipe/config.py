@@ -151,6 +151,8 @@ class Settings:
                             at_least(5), 600)
     eval_concurrency: int = knob(32, "EVAL_CONCURRENCY", "evaluation rollouts that run at once", "rollouts",
                                  at_least(1), 4)
+    k_samples: int = knob(1, "K_SAMPLES", "evaluation rollouts of each task and model; pass@1 is their mean",
+                          "rollouts", at_least(1))
     eval_retries: int = knob(2, "EVAL_RETRIES", "further attempts of an ungraded cell", "attempts", at_least(0))
     eval_poll: int = knob(60, "EVAL_POLL", "time between two looks of run_eval_watch.sh for checkpoints", "s",
                           at_least(1), 5)

@@ -6,27 +6,25 @@ training: sandbox, OpenCode, capture proxy, verifier, with the same sampling, ou
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe import pristine, report, subset, watchdog
-from recipe.adapters import ADAPTER_FILES, check_adapter
-from recipe.cells import Cell, CellLog, InfrastructureError, Job, fingerprint, run_cells
+from recipe import digests, eval_health, phases, pristine, report, subset, watchdog
+from recipe.adapters import Adapter, adapter_digest, check_adapter
+from recipe.cells import Cell, CellLog, InfrastructureError, Job, MadeWith, run_cells
 from recipe.config import Settings
 from recipe.harbor_sessions import run_eval_rollout, served_tasks
 from recipe.policy_client import PolicyClient, PolicyError
+from recipe.protocol import Protocols, describe
 
 SPLIT = "test"
 BASE = "base"  # label of base cells; adapters have the label of their checkpoint
-# Settings that decide what a cell measures; any change makes old cells stale.
-DECISIVE = ("model", "model_revision", "dtype", "temperature", "top_p", "top_k", "max_output_tokens", "max_model_calls",
-            "agent_timeout", "max_model_len", "opencode_version", "opencode_lean", "sandbox")
 
 
 @dataclass(frozen=True)
@@ -54,45 +52,42 @@ def _task(folder: Path, ref: Any) -> EvalTask:
         raise InfrastructureError(f"the env server serves task {ref.task_name}, but {folder} does not exist: prepare "
                                   "the tasks into this run folder and start the env server on it") from err
     return EvalTask(ref.task_name, ref.index, str(meta.get("difficulty_tier", "")), str(meta.get("kind", "")),
-                    digest_of(sorted(p for p in folder.rglob("*") if p.is_file())))
+                    digests.of_files(sorted(p for p in folder.rglob("*") if p.is_file())))
 
 
 def stratified(tasks: Sequence[EvalTask], n: int) -> list[EvalTask]:
-    """`n` of `tasks` with each (difficulty, kind) in its share, the same for every checkpoint, run and order served.
+    """`n` of `tasks`, the same for every checkpoint, run and order served.
 
-    Raises ValueError when fewer than `n` tasks exist.
+    Every difficulty, and within it every kind, has its share to within one task. Raises ValueError when fewer than `n`
+    tasks exist.
     """
     if n > len(tasks):
         raise ValueError(f"N_TASKS={n}, but only {len(tasks)} held-out tasks are served: lower N_TASKS or prepare more")
-    chosen = subset.stratified(tasks, n, lambda t: t.name.rsplit("/", 1)[-1], lambda t: (t.difficulty, t.kind))
+    chosen = subset.stratified(tasks, n, lambda t: t.name.rsplit("/", 1)[-1], lambda t: t.difficulty, lambda t: t.kind)
     return sorted(chosen, key=lambda t: t.index)
 
 
-def digest_of(files: Iterable[Path]) -> str:
-    """Short hash of the names and contents of `files`."""
-    total = hashlib.sha256()
-    for file in files:
-        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return total.hexdigest()[:16]
+def make_jobs(tasks: Sequence[EvalTask], samples: int, protocol: str, adapter: str, label: str, base_name: str,
+              served: str) -> list[Job]:
+    """Base and adapter cells of all tasks, alternating, one round of them after the other. `protocol` and `adapter`
+    are digests; the engine knows the base as `base_name` and the adapter as `served`."""
+    return [Job(t.name, t.index, model, name, MadeWith(protocol, t.digest, weights), t.difficulty, t.kind, sample)
+            for sample in range(samples) for t in tasks
+            for model, name, weights in ((BASE, base_name, ""), (label, served, adapter))]
 
 
-def adapter_digest(adapter: Path) -> str:
-    """Names the weights and the configuration of an adapter folder."""
-    return digest_of(adapter / name for name in ADAPTER_FILES)
-
-
-def make_jobs(settings: Settings, tasks: Sequence[EvalTask], adapter: Path, label: str, served: str) -> list[Job]:
-    """Base and adapter cells of all tasks, alternating."""
-    common = {name: getattr(settings, name) for name in DECISIVE}
-    if Path(settings.model).is_dir():
-        common["model_files"] = digest_of(sorted(p for p in Path(settings.model).iterdir() if p.is_file()))
-    weights = adapter_digest(adapter)
-    jobs = []
-    for t in tasks:
-        for model, name, more in ((BASE, settings.model, {}), (label, served, {"adapter": weights})):
-            jobs.append(Job(t.name, t.index, model, name, fingerprint(task=t.digest, **common, **more),
-                            t.difficulty, t.kind))
-    return jobs
+def why_again(stale: Mapping[Job, MadeWith], protocols: Protocols) -> list[str]:
+    """One line for each reason for which earlier cells do not count any more."""
+    reasons: Counter[str] = Counter()
+    for job, then in stale.items():
+        now = job.made_with
+        if then.protocol != now.protocol:
+            reasons[", ".join(protocols.differences(then.protocol, now.protocol))] += 1
+        elif then.task != now.task:
+            reasons["their tasks' files have changed"] += 1
+        else:
+            reasons["the adapter's weights are other ones"] += 1
+    return [f"{count} earlier cells are run again: {reason}" for reason, count in reasons.items()]
 
 
 class Progress:
@@ -125,55 +120,76 @@ class Progress:
                      f"ETA {(self.total - self.done) / rate / 60:.1f} min")
 
 
-def evaluate(settings: Settings, adapter: Path, label: str, served: str, out: Path,
+@dataclass(frozen=True)
+class Plan:
+    """What one evaluation compares: `adapter`, whose cells get `label` and which the engine serves as `served`, against
+    the base; the result goes to `out`."""
+
+    adapter: Adapter
+    label: str
+    served: str
+    out: Path
+
+
+def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambda: None,
              say: Callable[[str], None] = lambda text: print(text, flush=True)) -> dict[str, Any]:
-    """Evaluates `adapter` (cells get `label`, the engine serves it as `served`) against the base; writes and returns
-    the result.
+    """Runs the cells of `plan` that are missing, writes and returns the result; `on_cell` is called after each cell.
 
     Resumes from eval/cells.jsonl of the run folder. Raises NotPristine, PolicyError or InfrastructureError when the
     servers cannot be trusted or reached; finished cells are kept.
     """
-    check_adapter(adapter)
-    run = settings.run_path
-    watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=label)
+    folder, run = plan.adapter.folder, settings.run_path
+    check_adapter(folder)
+    watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=plan.label)
     tasks = held_out_tasks(settings)
     client = PolicyClient(settings.policy_url)
-    client.load_adapter(served, adapter)
+    client.load_adapter(plan.served, folder)
     try:
-        engine = pristine.check(settings, client, adapter, served)
+        engine = pristine.check(settings, client, folder, plan.served)
         say(f"engine checked on {engine['tokens']} tokens, mean |Δlogp|: base against its files "
             f"{engine['base_against_files']:.2g}, adapter against its files {engine['adapter_against_files']:.2g}, "
             f"adapter against base {engine['adapter_against_base']:.2g}")
-        jobs = make_jobs(settings, tasks, adapter, label, served)
+        protocols = Protocols(run / "eval" / "protocols.json")
+        protocol = protocols.add(describe(settings, client))
+        jobs = make_jobs(tasks, settings.k_samples, protocol, adapter_digest(folder), plan.label, settings.model,
+                         plan.served)
         log = CellLog(run / "eval" / "cells.jsonl")
         finished, stale = log.graded(jobs)
-        if stale:
-            say(f"{stale} earlier cells are run again: model, adapter, tasks or limits have changed since")
+        for line in why_again(stale, protocols):
+            say(line)
         if finished:
             say(f"{len(finished)} of {len(jobs)} cells are taken from {log.path}")
         progress = Progress(run, jobs, finished.values(), say)
         watchdog.beat(run / watchdog.HEARTBEAT, "eval", cells=progress.done, of=len(jobs))
 
-        def on_cell(cell: Cell) -> None:
+        def keep(cell: Cell) -> None:
             log.append(cell)
             progress.cell(cell)
+            on_cell()
 
         run_cells([job for job in jobs if job not in finished],
                   lambda job: run_eval_rollout(settings, SPLIT, job.index, job.served),
-                  concurrency=settings.eval_concurrency, retries=settings.eval_retries, on_cell=on_cell,
-                  healthy=client.unhealthy)
+                  concurrency=settings.eval_concurrency, retries=settings.eval_retries, on_cell=keep,
+                  healthy=lambda: eval_health.problem(settings))
     finally:
         try:
-            client.unload_adapter(served)
+            client.unload_adapter(plan.served)
         except PolicyError as err:
-            say(f"adapter {served} was not unloaded: {err}")
-    cells = {(c["task"], c["model"]): c for c in log.read()}
-    base, other = ([cells[job.task, job.model] for job in jobs if job.model == model] for model in (BASE, label))
-    result = {"adapter_name": label, "adapter_path": str(adapter), "adapter_digest": adapter_digest(adapter),
-              "tasks": len(tasks), "time": time.time(), **report.compare(base, other), "engine": engine,
+            say(f"adapter {plan.served} was not unloaded: {err}")
+    cells = log.of(jobs)
+    base, other = ([cells[job] for job in jobs if job.model == model] for model in (BASE, plan.label))
+    result = {"adapter_name": plan.label, "adapter_path": str(folder), "adapter_source": plan.adapter.source,
+              "adapter_digest": adapter_digest(folder), "protocol": protocol, "tasks": len(tasks),
+              "tasks_digest": tasks_digest(tasks, settings.k_samples), "time": time.time(),
+              **report.compare(base, other), "seconds": phases.means([*base, *other]), "engine": engine,
               "settings": settings.as_dict()}
-    watchdog.write_atomic(out, json.dumps(result, indent=2) + "\n")
+    watchdog.write_atomic(plan.out, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def tasks_digest(tasks: Sequence[EvalTask], samples: int) -> str:
+    """Names the tasks of an evaluation, their files and the number of samples."""
+    return digests.of_values([samples, *([t.name, t.digest] for t in tasks)])
 
 
 def ungraded(result: dict[str, Any]) -> int:

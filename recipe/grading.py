@@ -6,9 +6,13 @@ or died, and its 0.0 says nothing about the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from openenv.harbor.models import HarborRolloutResult, HarborTurn
+
+from recipe import phases
+from recipe.call_times import MODEL_SECONDS
 
 AGENT_TIMEOUT = "AgentTimeoutError"  # Harbor's exception of an agent that ran out of time
 
@@ -57,10 +61,11 @@ class EvalRollout:
     seconds: float
     trial_name: str
     timed_out: bool = False
+    phases: dict[str, float] = field(default_factory=dict)  # seconds: recipe/phases.py
 
 
-def eval_outcome(result: HarborRolloutResult, seconds: float) -> EvalRollout:
-    """What an evaluation keeps of a rollout that took `seconds`."""
+def eval_outcome(result: HarborRolloutResult, seconds: float, trials: Path) -> EvalRollout:
+    """What an evaluation keeps of a rollout that took `seconds` and left its record in the folder `trials`."""
     turns = _agent_turns(result)
     problem = problem_of(result)
     timed_out = result.exception_type == AGENT_TIMEOUT
@@ -72,4 +77,5 @@ def eval_outcome(result: HarborRolloutResult, seconds: float) -> EvalRollout:
         model_calls=len(turns),
         tokens=sum(len(turn.completion_token_ids) for turn in turns),
         prompt_tokens=sum(len(turn.prompt_token_ids) for turn in turns),
-        seconds=seconds, trial_name=result.trial_name, timed_out=timed_out)
+        seconds=seconds, trial_name=result.trial_name, timed_out=timed_out,
+        phases=phases.of_trial(trials / result.trial_name, result.phase_timings.get(MODEL_SECONDS, 0.0)))

@@ -273,4 +273,4 @@ def run_eval_rollout(settings: Settings, split: str, index: int, model: str) -> 
                            time.monotonic() - started, "")
     finally:
         _close_quietly(client)
-    return eval_outcome(result, time.monotonic() - started)
+    return eval_outcome(result, time.monotonic() - started, settings.run_path / "trials")

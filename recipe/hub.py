@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipe.checkpoints import MANIFEST, damage, read_manifest, step_and_file, step_of
+from recipe.checkpoints import MANIFEST, damage, read_manifest, size_damage, step_and_file, step_of
 
 ROOT_FILES = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
               "chat_template.jinja", "special_tokens_map.json")
@@ -32,11 +32,11 @@ Result = TypeVar("Result")
 
 
 class HubError(RuntimeError):
-    """The Hub refused or could not be reached. `final`: it would refuse the next attempt too."""
+    """The Hub refused or could not be reached. `final`: another attempt would fail too; `refused`: the Hub said so."""
 
-    def __init__(self, message: str, final: bool = False):
+    def __init__(self, message: str, final: bool = False, refused: bool = False):
         super().__init__(message)
-        self.final = final
+        self.final, self.refused = final, refused
 
 
 def status_of(err: BaseException) -> int | None:
@@ -69,7 +69,7 @@ def repeat(call: Callable[[], Result], repo: str, what: str, stop: threading.Eve
         except Exception as err:  # hf_xet raises plain RuntimeErrors, httpx its own
             status = status_of(err)
             if (status is not None and status not in PASSING) or getattr(err, "errno", None) in LASTING:
-                raise HubError(f"{what}: {explain(err, repo)}", final=True) from err
+                raise HubError(f"{what}: {explain(err, repo)}", final=True, refused=status is not None) from err
             if attempt == attempts or stop.is_set():
                 raise HubError(f"{what}: still failing after {attempt} attempts. {explain(err, repo)}") from err
             asked = getattr(getattr(err, "response", None), "headers", {}).get("Retry-After", "")
@@ -180,6 +180,11 @@ class CheckpointPusher:
 
 def remote_checkpoints(api: Any, repo: str, revision: str) -> dict[int, dict[str, int]]:
     """Step -> {file: size} of the checkpoints of a repository that have a manifest."""
+    return {step: files for step, files in remote_files(api, repo, revision).items() if MANIFEST in files}
+
+
+def remote_files(api: Any, repo: str, revision: str) -> dict[int, dict[str, int]]:
+    """Step -> {file: size} of everything that lies in a checkpoint's folder."""
     from huggingface_hub.hf_api import RepoFile
 
     found: dict[int, dict[str, int]] = {}
@@ -187,7 +192,15 @@ def remote_checkpoints(api: Any, repo: str, revision: str) -> dict[int, dict[str
         place = step_and_file(entry.path)
         if place and isinstance(entry, RepoFile):
             found.setdefault(place[0], {})[place[1]] = entry.size
-    return {step: files for step, files in found.items() if MANIFEST in files}
+    return found
+
+
+def remote_manifest(repo: str, sha: str, step: int, into: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint at commit `sha`, downloaded below `into`."""
+    from huggingface_hub import hf_hub_download
+
+    return json.loads(Path(hf_hub_download(repo, f"checkpoint-{step}/{MANIFEST}", revision=sha, local_dir=into))
+                      .read_text())
 
 
 def fetch_newest(repo: str, root: Path, above: int = 0) -> Path | None:
@@ -220,16 +233,15 @@ def fetch_newest(repo: str, root: Path, above: int = 0) -> Path | None:
 
 def _download(repo: str, sha: str, step: int, sizes: dict[str, int], root: Path) -> str | None:
     """Puts a checkpoint in its place atomically; returns what is wrong with it, or None."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import snapshot_download
 
     name = f"checkpoint-{step}"
     part = root / f".{name}.part"
-    manifest = Path(hf_hub_download(repo, f"{name}/{MANIFEST}", revision=sha, local_dir=part))
-    files = json.loads(manifest.read_text())["files"]
-    for file, record in files.items():
-        if sizes.get(file) != record["size"]:
-            return f"{file} has {sizes.get(file, 0)} bytes there, its manifest says {record['size']}"
-    snapshot_download(repo, revision=sha, local_dir=part, allow_patterns=[f"{name}/{file}" for file in files])
+    manifest = remote_manifest(repo, sha, step, part)
+    if wrong := size_damage(manifest, sizes):
+        return wrong
+    snapshot_download(repo, revision=sha, local_dir=part,
+                      allow_patterns=[f"{name}/{file}" for file in manifest["files"]])
     wrong = damage(part / name)
     if wrong is None:
         shutil.rmtree(root / name, ignore_errors=True)

@@ -29,6 +29,10 @@ class PolicyClient:
                               f"{response.text[:500]}")
         return response
 
+    def version(self) -> str:
+        """The engine's version, in its own words."""
+        return str(self._request("GET", "/version").json()["version"])
+
     def models(self) -> dict[str, dict[str, Any]]:
         """Served models by name; an adapter's `parent` is the base's name, the base's is None."""
         return {m["id"]: m for m in self._request("GET", "/v1/models").json()["data"]}
@@ -49,11 +53,3 @@ class PolicyClient:
         body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         entries = self._request("POST", "/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
-
-    def unhealthy(self) -> str | None:
-        """None while /health answers, else one sentence that names the server."""
-        try:
-            self._request("GET", "/health")
-        except PolicyError as err:
-            return str(err)
-        return None

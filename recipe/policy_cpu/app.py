@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import Any
 
+import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -29,6 +30,10 @@ def create_app(service: Service) -> FastAPI:
     @app.get("/health")
     async def health() -> Response:
         return Response(status_code=200 if service.engine.failure is None else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": f"cpu, torch {torch.__version__}"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
-from recipe.cells import Cell, CellLog, InfrastructureError, Job, fingerprint, finish, run_cells
+from recipe.cells import Cell, CellLog, InfrastructureError, Job, MadeWith, finish, run_cells
 
 
 @dataclass
@@ -21,13 +22,15 @@ class Outcome:
     prompt_tokens: int = 900
     seconds: float = 0.5
     trial_name: str = "trial-1"
+    phases: dict[str, float] = field(default_factory=lambda: {"agent": 0.3})
 
 
 DEAD = Outcome(status="ungraded", reason="sandbox did not start", reward=None)
 
 
-def jobs(n: int, model: str = "base", mark: str = "f1") -> list[Job]:
-    return [Job(f"task-{i}", i, model, "served", mark, "easy", "rows") for i in range(n)]
+def jobs(n: int, model: str = "base", **made_with: str) -> list[Job]:
+    made = MadeWith(**({"protocol": "p1", "task": "t1", "adapter": ""} | made_with))
+    return [Job(f"task-{i}", i, model, "served", made, "easy", "rows") for i in range(n)]
 
 
 def collect(todo, run_one, **more) -> list[Cell]:
@@ -129,16 +132,37 @@ def test_log_resumes_graded_cells_only(tmp_path):
         log.append(finish(job, outcome, 1))
     found, stale = log.graded(todo)
     assert {j.index: c["status"] for j, c in found.items()} == {0: "correct", 1: "wrong", 3: "correct"}
-    assert stale == 0
+    assert stale == {}
+    line = json.loads(log.path.read_text().splitlines()[0])
+    assert line == line | {
+        "task": "task-0", "sample": 0, "difficulty": "easy", "model": "base", "status": "correct", "reason": "",
+        "tool_calls": 2, "model_calls": 3, "tokens": 50, "prompt_tokens": 900, "seconds": 0.5, "trial": "trial-1",
+        "phases": {"agent": 0.3}, "attempts": 1, "made_with": {"protocol": "p1", "task": "t1", "adapter": ""}}
     log.append(finish(todo[2], Outcome(), 2))  # the later line counts
     assert log.graded(todo)[0][todo[2]]["status"] == "correct"
 
 
-def test_log_cells_of_other_settings_are_stale(tmp_path):
+def test_log_cells_of_other_settings_are_stale_until_those_come_back(tmp_path):
     log = CellLog(tmp_path / "cells.jsonl")
     for job in jobs(3):
         log.append(finish(job, Outcome(), 1))
-    assert log.graded(jobs(3, mark="f2")) == ({}, 3)
+    for change in ({"protocol": "p2"}, {"task": "t2"}, {"adapter": "a2"}):
+        found, stale = log.graded(jobs(3, **change))
+        assert not found and [*stale.values()] == [MadeWith("p1", "t1", "")] * 3
+    log.append(finish(jobs(1, protocol="p2")[0], Outcome(reward=0.0), 1))
+    assert [c["status"] for c in log.graded(jobs(3))[0].values()] == ["correct"] * 3
+
+
+def test_samples_of_a_task_are_cells_of_their_own(tmp_path):
+    from dataclasses import replace
+
+    log = CellLog(tmp_path / "cells.jsonl")
+    (job,) = jobs(1)
+    log.append(finish(job, Outcome(), 1))
+    second = replace(job, sample=1)
+    assert log.graded([job, second]) == ({job: log.read()[0]}, {})
+    log.append(finish(second, Outcome(reward=0.0), 1))
+    assert [c["status"] for c in log.of([job, second]).values()] == ["correct", "wrong"]
 
 
 def test_log_survives_a_torn_line(tmp_path):
@@ -150,9 +174,3 @@ def test_log_survives_a_torn_line(tmp_path):
     log.path.write_bytes(text[:-40])  # killed while it wrote the second line
     log.append(finish(third, Outcome(), 1))
     assert [c["task"] for c in log.read()] == ["task-0", "task-2"]
-
-
-def test_fingerprint_depends_on_every_part():
-    base = fingerprint(model="m", tokens=4096)
-    assert base == fingerprint(tokens=4096, model="m")
-    assert len({base, fingerprint(model="m", tokens=256), fingerprint(model="n", tokens=4096)}) == 3

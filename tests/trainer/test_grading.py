@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
@@ -11,7 +12,7 @@ from openenv.core.harness import TrainableSession
 from openenv.harbor.client import HarborEnv
 from openenv.harbor.models import HarborRolloutResult, HarborTurn
 
-from recipe import harbor_sessions
+from recipe import harbor_sessions, phases
 from recipe.grading import count_tool_calls, eval_outcome, problem_of
 from recipe.harbor_sessions import HarborSessionFactory, RolloutAborted, RolloutFailed, UnknownPrompt
 
@@ -49,23 +50,40 @@ UNGRADED = {
 
 
 @pytest.mark.parametrize(("fields", "says"), UNGRADED.values(), ids=UNGRADED)
-def test_ungraded(fields, says):
+def test_ungraded(fields, says, tmp_path):
     made = result(**fields)
     assert says in problem_of(made)
-    outcome = eval_outcome(made, 2.0)
+    outcome = eval_outcome(made, 2.0, tmp_path)
     assert (outcome.status, outcome.reward) == ("ungraded", None) and says in outcome.reason
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.5, 1.0])
-def test_graded(reward):
-    outcome = eval_outcome(result(reward=reward), 2.0)
+def test_graded(reward, tmp_path):
+    outcome = eval_outcome(result(reward=reward), 2.0, tmp_path)
     assert (outcome.status, outcome.reward, outcome.reason) == ("graded", reward, "")
     assert (outcome.tokens, outcome.prompt_tokens, outcome.model_calls, outcome.tool_calls) == (2, 2, 1, 1)
 
 
-def test_timeout_is_flagged_but_graded():
-    outcome = eval_outcome(result(reward=0.0, **TIMEOUT), 2.0)
+def test_timeout_is_flagged_but_graded(tmp_path):
+    outcome = eval_outcome(result(reward=0.0, **TIMEOUT), 2.0, tmp_path)
     assert (outcome.status, outcome.reward, outcome.timed_out, outcome.reason) == ("graded", 0.0, True, "agent timeout")
+
+
+def test_seconds_by_phase_are_those_of_harbors_record(tmp_path):
+    def span(start: float, end: float) -> dict[str, str]:
+        return {key: f"2026-01-01T00:00:{second:09.6f}Z" for key, second in (("started_at", start),
+                                                                           ("finished_at", end))}
+
+    (tmp_path / "t").mkdir()
+    record = {"environment_setup": span(0, 1.5), "agent_setup": span(1.5, 2), "agent_execution": span(2, 12),
+              "verifier": span(13, 13.25)}
+    (tmp_path / "t/result.json").write_text(json.dumps(record))
+    outcome = eval_outcome(result(phase_timings={"model_seconds": 4.0}), 14.0, tmp_path)
+    assert outcome.phases == {"sandbox": 2.0, "agent": 6.0, "model": 4.0, "verifier": 0.25}
+    cells = [{"phases": outcome.phases, "seconds": 14.0}, {"phases": {}, "seconds": 99.0}]
+    assert phases.means(cells) == outcome.phases | {"other": 1.75}
+    (tmp_path / "t/result.json").write_text(json.dumps(record | {"agent_execution": None, "verifier": None}))
+    assert eval_outcome(result(), 14.0, tmp_path).phases == {"sandbox": 2.0, "agent": 0, "model": 0, "verifier": 0}
 
 
 def test_tool_calls_are_those_of_the_agents_kept_turns():
