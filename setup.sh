@@ -83,10 +83,15 @@ install_torch() {
   install "$python" "${index[@]}" "$spec"
 }
 
-# make_env NAME BASE_PYTHON REQUIREMENTS [VENV_FLAG]: prints the interpreter of a finished environment.
+# torch_of PYTHON: the requirement that keeps the torch that this Python has.
+torch_of() { "$1" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' 2>/dev/null || true; }
+
+# make_env NAME BASE_PYTHON REQUIREMENTS [--system-site-packages]: prints the interpreter of a finished environment.
+# With the flag it lies on top of the base's packages, whose torch it must not replace.
 make_env() {
-  local name=$1 base=$2 requirements=$3 flag=${4:-} key dir
-  key=$({ cat "$requirements"; "$base" -V; echo "$base ${TORCH_INDEX:-} $flag"; } | sha256sum | cut -c1-12)
+  local name=$1 base=$2 requirements=$3 flag=${4:-} key dir keep=''
+  [[ -z $flag ]] || keep=$(torch_of "$base")
+  key=$({ cat "$requirements"; "$base" -V; echo "$base ${TORCH_INDEX:-} $flag${keep:+ $keep}"; } | sha256sum | cut -c1-12)
   dir=$CACHE_PATH/envs/$name-$key
   mkdir -p "$CACHE_PATH/envs"
   (
@@ -95,11 +100,17 @@ make_env() {
       local free
       free=$(df -Pk "$CACHE_PATH" | awk 'NR == 2 {print int($4 / 1048576)}')
       ((free >= 4)) || setup_fail "only ${free} GiB are free in $CACHE_PATH; about 4 are needed: free some or set CACHE_DIR"
-      setup_say "making the $name environment ($(grep -c == "$requirements") packages, $("$base" -V), $(installer)) in $dir"
+      setup_say "making the $name environment ($(grep -c == "$requirements") packages, $("$base" -V)${keep:+, on top of its $keep}) in $dir"
       rm -rf "$dir"
       "$base" -m venv ${flag:+"$flag"} "$dir" >&2 || setup_fail "$base cannot make a virtual environment in $dir"
       [[ $name == trainer ]] && install_torch "$dir/bin/python"
-      install "$dir/bin/python" -r "$requirements"
+      if [[ -n $flag ]]; then
+        # pip, because uv does not see the base's packages and would install a second torch.
+        printf '%s\n' "$keep" >"$dir/keep.txt"
+        INSTALLER=pip install "$dir/bin/python" -r "$requirements" -c "$dir/keep.txt"
+      else
+        install "$dir/bin/python" -r "$requirements"
+      fi
       touch "$dir/.complete"
     fi
     if [[ -n ${SETUP_TESTS:-} ]] && ! cmp -s "$REPO/requirements/tests.txt" "$dir/.tests"; then
@@ -109,21 +120,6 @@ make_env() {
     fi
   ) 9>"$dir.lock" || return 69 # callers use ||, which switches set -e off in here
   echo "$dir/bin/python"
-}
-
-# check_imports WHAT PYTHON MODULES...: one line with the versions that this interpreter really imports.
-check_imports() {
-  local what=$1 python=$2
-  shift 2
-  "$python" - "$what" "$@" <<'EOF' >&2 || setup_fail "the $what environment ($python) lacks a package that it needs; see the line above"
-import importlib.metadata as metadata, importlib.util, sys
-what, *modules = sys.argv[1:]
-missing = [m for m in modules if importlib.util.find_spec(m) is None]
-versions = [f"{m} {metadata.version(m)}" for m in modules if m not in missing]
-print(f"         [setup] {what}: Python {sys.version.split()[0]}, {', '.join(versions)}"
-      + (f"; MISSING: {', '.join(missing)}" if missing else ""))
-sys.exit(bool(missing))
-EOF
 }
 
 sandbox_runtime_works() {
@@ -158,7 +154,7 @@ setup_all() {
     (make_env env-server "$env_base" "$REPO/requirements/env-server.txt" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
   fi
   if [[ -z ${TRAINER_PYTHON:-} ]]; then
-    if [[ $PRESET == job ]]; then
+    if [[ $ENGINE == vllm ]]; then
       # The job image: vLLM, torch and transformers are there already and stay untouched.
       trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
       TRAINER_PYTHON=$(make_env trainer-job "$trainer_base" "$REPO/requirements/trainer-job.txt" \
@@ -175,8 +171,12 @@ setup_all() {
   fi
   rm -rf "$made"
   export TRAINER_PYTHON ENV_PYTHON
-  check_imports trainer "$TRAINER_PYTHON" torch transformers trl peft openenv trackio
-  check_imports "env server" "$ENV_PYTHON" openenv harbor huggingface_hub
+  # In the job everything is imported once, before anything is trained; here versions and places are enough.
+  local -a how=(--quick)
+  if [[ $PRESET == job ]]; then how=(); fi
+  setup_say "what each process imports:"
+  (cd "$REPO" && python3 -m recipe.environments "${how[@]}") | sed 's/^/         /' >&2 ||
+    setup_fail "the environments are not as the recipe needs them; the lines above say what to do"
   if [[ -z ${OPENCODE_BIN:-} ]]; then
     OPENCODE_BIN=$(cd "$REPO" && "$ENV_PYTHON" -m recipe.opencode_binary) || exit 69
   fi

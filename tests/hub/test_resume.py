@@ -7,49 +7,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hub_double import HubDouble
-from slow_sessions import SlowSessions  # noqa: F401 (puts tests/trainer on the path)
+from training_process import start, trained
 
 from recipe import checkpoints
-from recipe.config import REPO
 
 ADAPTER = "me/adapter"
-STEPS, TASKS = 6, 40
-
-CHILD = """
-    import os, sys
-    from pathlib import Path
-    sys.path[:0] = [{repo!r}, {repo!r} + "/tests/hub"]
-    from slow_sessions import SlowSessions
-    import train_lora
-
-    if __name__ == "__main__":
-        sessions = SlowSessions({engine!r}, tasks={tasks}, fates={{}}, log=Path({run!r}) / "sessions")
-        real = train_lora.train
-        train_lora.train = lambda settings, resume: real(settings, resume, sessions)
-        sys.exit(train_lora.main([]))
-"""
-
-
-def start(folder: Path, engine: str, **settings: str) -> subprocess.Popen[str]:
-    """train_lora.main in a process group of its own, with a new run folder."""
-    from lfm2_small import local_settings
-
-    folder.mkdir()
-    base = local_settings(folder, save_steps=2, max_steps=STEPS, adapter_repo=ADAPTER, max_inflight=8)
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(CHILD.format(repo=str(REPO), engine=engine, tasks=TASKS, run=str(folder))))
-    environ = {k: v for k, v in os.environ.items() if k != "TRACKIO_DIR"} | base.environ() | settings | {
-        "POLICY_PORT": engine.rsplit(":", 1)[1], "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(script)], env=environ, start_new_session=True, text=True,
-                            stdout=(folder / "out").open("w"), stderr=subprocess.STDOUT)
+STEPS = 6
+RUN = {"ADAPTER_REPO": ADAPTER, "MAX_STEPS": str(STEPS)}
 
 
 def kill_when(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
@@ -62,19 +31,13 @@ def kill_when(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
     child.wait()
 
 
-def trained(folder: Path, first_group: int) -> dict[int, int]:
-    """Step -> number of the group in the run's order of tasks. A group's own number counts from the resumed one."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: first_group + line["group_rows"][0]["group"] for line in lines}
-
-
 @pytest.mark.slow
 def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, tmp_path):
     from lfm2_small import small_model
     from small_engine import SmallEngine
 
     with SmallEngine(small_model()) as engine:
-        first = start(tmp_path / "a", engine.url)
+        first = start(tmp_path / "a", engine.url, **RUN)
         # While checkpoint-4 is being pushed: some of its files are on the Hub, its commit is not.
 
         def uploading() -> bool:
@@ -84,7 +47,7 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
         kill_when(first, uploading)
         messages = [c.message for c in hub.repo(ADAPTER).commits[1:]]
         assert messages in (["checkpoint-2"], ["checkpoint-2", "checkpoint-4"])
-        second = start(tmp_path / "b", engine.url)
+        second = start(tmp_path / "b", engine.url, **RUN)
         assert second.wait(600) == 0, (tmp_path / "b/out").read_text()[-3000:]
 
     out = (tmp_path / "b/out").read_text()
@@ -108,10 +71,10 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
     assert checkpoints.newest_checkpoint(tmp_path / "b/checkpoints").name == "checkpoint-6"
 
     # a third start has nothing to train; other settings are refused by name
-    third = start(tmp_path / "c", engine.url)
+    third = start(tmp_path / "c", engine.url, **RUN)
     assert third.wait(600) == 0
     assert "checkpoint-6 has all 6 steps" in (tmp_path / "c/out").read_text()
     assert (tmp_path / "c/adapter/adapter_model.safetensors").read_bytes() == adapter
-    other = start(tmp_path / "d", engine.url, LORA_R="2")
+    other = start(tmp_path / "d", engine.url, **RUN, LORA_R="2")
     assert other.wait(600) == 64
     assert "LORA_R: " in (tmp_path / "d/out").read_text()
