@@ -1,0 +1,40 @@
+"""The small version of kill_often.py: a training that is killed twice ends as one that never was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hub_double import HubDouble
+from kill_often import Campaign, Trainer, Violation
+
+
+@pytest.mark.slow
+def test_two_kills_lose_no_step_and_no_task(hub: HubDouble, tmp_path: Path, monkeypatch):
+    from lfm2_small import small_model
+    from small_engine import SmallEngine
+
+    monkeypatch.setattr(Trainer, "steps", 4)
+    with SmallEngine(small_model()) as engine:
+        engine.server.handle_error = lambda *_: None
+        campaign = Campaign(Trainer(hub, engine.url), hub, tmp_path, seed=3)
+        campaign.run_once("me/adapter", kills=2)
+    assert campaign.kills >= 1 and campaign.lives == campaign.kills + 1
+
+
+def test_a_checkpoint_that_is_not_whole_would_be_seen(hub: HubDouble, tmp_path: Path):
+    repo = hub.repo("me/adapter")
+    repo.add("half", {"checkpoint-2/manifest.json": b'{"step": 2, "files": {"a": {"size": 1, "sha256": "0"}}}'})
+    with pytest.raises(Violation, match="checkpoint-2/a is not whole"):
+        Campaign(Trainer(hub, ""), hub, tmp_path, seed=0).newest_on_hub("me/adapter")
+
+
+@pytest.mark.parametrize(("history", "wrong"), [
+    ({1: 0, 2: 1}, "steps that count"), ({1: 0, 2: 1, 3: 1}, "trained twice"), ({1: 0, 2: 1, 3: 3}, "left out")])
+def test_a_wrong_history_would_be_seen(hub: HubDouble, tmp_path: Path, monkeypatch, history, wrong):
+    monkeypatch.setattr(Trainer, "steps", 3)
+    files = {"manifest.json": b'{"step": 3, "files": {}}', "rollout_state.json": b'{"prompt_index": 3}',
+             "task_cursor.json": b'{"trained_ahead": []}'}
+    hub.repo("me/adapter").add("end", {f"checkpoint-3/{name}": content for name, content in files.items()})
+    with pytest.raises(Violation, match=wrong):
+        Campaign(Trainer(hub, ""), hub, tmp_path, seed=0).check_end("me/adapter", history, in_order=True)
