@@ -87,14 +87,9 @@ else
   if [[ $mode == train ]]; then command+=(--dev-mode); else command+=(--enable-lora --max-lora-rank "$rank"); fi
 fi
 
-if [[ $THINKING == closed ]]; then
-  template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-closed-$POLICY_PORT.jinja
-  command+=(--chat-template "$template")
-  if ((!print_only)); then
-    if [[ $ENGINE == vllm ]]; then python3 -m recipe.chat_template "$template"
-    else "$TRAINER_PYTHON" -m recipe.chat_template "$template"; fi
-  fi
-fi
+# The trainer's template, see recipe/chat_template.py.
+template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-$POLICY_PORT.jinja
+command+=(--chat-template "$template")
 
 case $POLICY_HOST in
   127.* | localhost | ::1) ;;
@@ -110,5 +105,7 @@ fi
 python3 -m recipe.ports POLICY_PORT || exit $?
 command -v "${command[0]}" >/dev/null ||
   fail "${command[0]} is not installed here: run in the image vllm/vllm-openai:v0.31.0, or set ENGINE=cpu for a small model" 69
+if [[ $ENGINE == vllm ]]; then python=python3; else python=$TRAINER_PYTHON; fi
+"$python" -m recipe.chat_template "$template" || exit $?
 # exec: the caller's process id is the server's, so a signal reaches it.
 exec env "${env[@]}" "${command[@]}"

@@ -96,8 +96,9 @@ class Settings:
     attention: str = knob("auto", "ATTENTION", "attention of the trainer; auto takes the first that runs here: "
                           "flash-attn3 (Hopper), varlen (Ampere and newer), sdpa-packed (anywhere)",
                           check=one_of("auto", "flash-attn3", "varlen", "sdpa-packed"))
-    thinking: str = knob("as-template", "THINKING", "as-template: what the chat template does; closed: an empty think "
-                         "block opens every turn, in trainer, server and evaluation",
+    thinking: str = knob("as-template", "THINKING", "as-template: what the chat template does, with the reasoning of "
+                         "earlier turns kept; closed: an empty think block opens every turn; in trainer, server and "
+                         "evaluation alike",
                          check=one_of("as-template", "closed"))
     # sampling and the agent's limits: the same in training and evaluation
     temperature: float = knob(1.0, "TEMPERATURE", "sampling temperature", check=between(0.01, 2))

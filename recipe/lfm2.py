@@ -21,7 +21,7 @@ from transformers import (
 )
 from trl.chat_template_utils import lfm2_2_5_template
 
-from recipe.chat_template import closed_thinking
+from recipe.chat_template import template_in_use
 from recipe.config import Settings
 
 # The projections of the short convolution. PEFT matches targets by suffix, so "out_proj" alone would also adapt
@@ -91,8 +91,7 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """
     tokenizer = AutoTokenizer.from_pretrained(settings.model, **settings.hub_revision)
     tokenizer.response_template = lfm2_2_5_template
-    if settings.thinking == "closed":
-        tokenizer.chat_template = closed_thinking(tokenizer.chat_template or "")
+    tokenizer.chat_template = template_in_use(tokenizer.chat_template or "", settings.thinking)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

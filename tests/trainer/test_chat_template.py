@@ -10,7 +10,7 @@ from test_serve_policy import command, value
 from trl.chat_template_utils import lfm2_2_5_v2_chat_template
 
 from recipe import chat_template, lfm2
-from recipe.chat_template import CLOSED, closed_thinking
+from recipe.chat_template import CLOSED, closed_thinking, kept_thinking
 from recipe.config import Settings, SettingsError
 from recipe.policy_cpu.chat import Text
 from recipe.policy_cpu.lfm2_calls import END, START
@@ -41,6 +41,40 @@ def test_each_turn_begins_with_the_tokens_of_the_turns_before(thinking, end):
                      {"role": "tool", "tool_call_id": "a", "content": "x\n"}]
 
 
+def turn(messages: list[dict], text: Text, sampled: str) -> list[int]:
+    """Adds the assistant turn `sampled` as the server returns it; the tokens of its prompt and itself."""
+    held = [*text.render(messages), *text.encode(sampled, False), text.tokenizer.eos_token_id]
+    messages.append({"role": "assistant", "content": sampled})
+    return held
+
+
+@pytest.mark.parametrize("stock", [OPEN, OPEN.replace("<think>\"", "<think>\\n\""), lfm2_2_5_v2_chat_template])
+def test_reasoning_stays_in_the_history(stock):
+    """Also before the last user message, whose reasoning the stock template drops, and where the prompt opens it."""
+    text = Text(tokenizer("as-template"))
+    for template, kept in ((kept_thinking(stock), True), (stock, False)):
+        text.tokenizer.chat_template = template
+        messages = [{"role": "user", "content": "Do it."}]
+        for sampled in ("I look.</think>One.", "Cut off in the middle", "<think>Again.</think>Two."):
+            held = turn(messages, text, sampled)
+            messages.append({"role": "user", "content": "Go on."})
+            if kept:
+                assert text.render(messages)[:len(held)] == held, sampled
+        assert (text.render(messages)[:len(held)] == held) is kept
+
+
+def test_reasoning_in_a_field_of_its_own_is_opened_once():
+    text = Text(tokenizer("as-template"))
+    text.tokenizer.chat_template = kept_thinking(OPEN)
+    prompt = text.render([{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "x", "reasoning": "y"}])
+    assert text.decode(prompt, False).count("<think>y</think>x") == 1
+    assert text.decode(prompt, False).count("<think>") == 2  # and the one that opens the next turn
+
+
+def test_a_template_of_another_family_stays_as_it_is():
+    assert kept_thinking("{{ messages }}") == "{{ messages }}"
+
+
 def test_an_open_block_is_closed():
     assert "assistant\\n<think>" in OPEN
     assert closed_thinking(OPEN) == closed_thinking(lfm2_2_5_v2_chat_template)
@@ -53,11 +87,12 @@ def test_another_template_is_refused(template):
 
 
 def test_the_server_gets_the_trainers_template(tmp_path, monkeypatch):
-    for engine in ("cpu", "vllm"):
-        path = value(command("train", ENGINE=engine, PRESET="local", THINKING="closed", CACHE_DIR=str(tmp_path)),
-                     "--chat-template")
-        assert Path(path).parent == tmp_path
-        assert "--chat-template" not in command("train", ENGINE=engine, PRESET="local")
     monkeypatch.setenv("PRESET", "local")
-    assert chat_template.main([path]) == 0
-    assert Path(path).read_text() == tokenizer("closed").chat_template
+    for engine in ("cpu", "vllm"):
+        path = value(command("train", ENGINE=engine, PRESET="local", CACHE_DIR=str(tmp_path)), "--chat-template")
+        assert Path(path).parent == tmp_path
+    for thinking in ("as-template", "closed"):
+        monkeypatch.setenv("THINKING", thinking)
+        assert chat_template.main([path]) == 0
+        assert Path(path).read_text() == tokenizer(thinking).chat_template
+    assert "<think></think>" in Path(path).read_text()
