@@ -171,6 +171,7 @@ def line(r: dict[str, Any]) -> str:
         f"tools {r['tool_calls']:.1f}",
         f"tokens {r['tokens']} ({r['trained_tokens']} trained)",
         f"stale {r['staleness_mean']:.1f}",
+        *([f"forks {r['forks']}"] if r["forks"] else []),
         *([f"skipped {skipped}"] if skipped else []),
         f"{r['seconds']:.1f} s (wait {wait:.1f}, train {train:.1f}, sync {sync:.1f})",
         f"ETA {_clock(r['eta_seconds'])}",

@@ -117,7 +117,7 @@ class GroupGRPOTrainer(ExactCursor):
         health = step_health(self.group_health)
         sink = self._metrics["train"]
         for name in ("ratio_mean", "ratio_min", "ratio_max", "clipped", "kl", "entropy", "staleness_mean", "forks",
-                     "ungraded_rollouts", "contrast", "fresh_rows", "fresh_ratio_mean"):
+                     "realigned", "drift_tokens", "ungraded_rollouts", "contrast", "fresh_rows", "fresh_ratio_mean"):
             if health[name] is not None:
                 sink[f"health/{name}"].append(float(health[name]))
         for age, of_age in health["by_staleness"].items():

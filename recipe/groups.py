@@ -20,7 +20,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe.attention import sequence_spans
 from recipe.health import RowHealth, has_contrast
-from recipe.rollout_worker import ROW
+from recipe.rollout_worker import DRIFT, ROW
 from recipe.sync_log import SyncLog
 
 POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty
@@ -159,7 +159,8 @@ def row_health(sample: dict[str, Any], version: int, syncs: SyncLog) -> RowHealt
     return RowHealth(group=sample["group_id"], rollout=int(m[ROW + "rollout"]), tokens=len(sample["input_ids"]),
                      trained=sum(sample["completion_mask"]), tool_calls=int(m[ROW + "tool_calls"]), reward=m["reward"],
                      advantage=sample["advantage"], staleness=version - began,
-                     fresh=began == ended == version, sampled=int(m[ROW + "rollouts"]))
+                     fresh=began == ended == version, sampled=int(m[ROW + "rollouts"]),
+                     **{name: int(m[ROW + name]) for name in DRIFT})
 
 
 def measure_policy(log_probs: torch.Tensor, entropy: torch.Tensor, inputs: dict[str, Any], low: float, high: float

@@ -29,6 +29,11 @@ class RowHealth:
     staleness: int  # optimizer steps between the weights that sampled the first token and those that are trained
     fresh: bool  # sampled from first to last token under the weights that are trained
     sampled: int = 0  # rollouts of its group, ungraded ones included
+    # of its rollout's turns: prompts aligned again with what was held before, prompts that began another row instead,
+    # and the tokens by which both differed
+    realign: int = 0
+    fork: int = 0
+    drift_tokens: int = 0
     ratio: float = float("nan")  # mean importance ratio of the trained tokens
     ratio_min: float = float("nan")
     ratio_max: float = float("nan")
@@ -100,7 +105,7 @@ def token_mean(rows: list[RowHealth], field: str = "ratio") -> float:
 def step_health(rows: list[RowHealth]) -> dict[str, Any]:
     """What one group's rows amount to, as metrics.jsonl records it."""
     fresh = [row for row in rows if row.fresh]
-    rollouts = len({row.rollout for row in rows})
+    rollouts = {row.rollout: row for row in rows}
     return {
         **_ratio(rows), "fresh_rows": len(fresh), "fresh_ratio_mean": token_mean(fresh) if fresh else None,
         "kl": token_mean(rows, "kl"), "entropy": token_mean(rows, "entropy"),
@@ -110,7 +115,9 @@ def step_health(rows: list[RowHealth]) -> dict[str, Any]:
                          for age in sorted({row.staleness for row in rows})
                          for of_age in [[row for row in rows if row.staleness == age]]},
         "contrast": has_contrast([row.reward for row in rows]),
-        "forks": len(rows) - rollouts, "ungraded_rollouts": max(0, rows[0].sampled - rollouts),
+        "forks": sum(row.fork for row in rollouts.values()), "realigned": sum(r.realign for r in rollouts.values()),
+        "drift_tokens": sum(row.drift_tokens for row in rollouts.values()),
+        "ungraded_rollouts": max(0, rows[0].sampled - len(rollouts)),
     }
 
 

@@ -2,8 +2,8 @@
 
 HarnessRolloutWorker runs the rollouts in a spawned process and queues training rows. This subclass adds
 
-- to every row: its group's number of rows, the rollout's tool calls, and the times of its first and last model call,
-  so that the trainer knows which weights sampled it (recipe/sync_log.py);
+- to every row: its group's number of rows, the rollout's tool calls, how its turns joined, and the times of its first
+  and last model call, so that the trainer knows which weights sampled it (recipe/sync_log.py);
 - rows of ungraded rollouts are taken out (TRL keeps them with advantage 0, where they dilute the loss), and a group
   without a graded rollout sends one empty row, so that the trainer can count it instead of waiting in silence;
 - every rollout, graded or not, gets a line in RUN_DIR/rollouts.jsonl (recipe/rollout_log.py);
@@ -23,7 +23,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, RolloutSample
+from trl.experimental.async_grpo.async_rollout_worker import (
+    AsyncRolloutWorker,
+    RolloutGroup,
+    RolloutSample,
+    _chain_to_sequences,
+)
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _HarnessRolloutLoop
 
 from recipe import task_cursor
@@ -34,6 +39,9 @@ from recipe.trl_shape import expect_parameters, expect_source
 GRACE = 30.0  # seconds for the trainer to end by itself after the worker's death
 STOP_GRACE = 15.0  # seconds for the worker to end its rollouts when asked
 ROW = "row/"  # prefix of the bookkeeping that travels in RolloutSample.metrics
+# TRL's tally of a rollout's turns whose prompt is not what was held before it and sampled in it: those that were
+# aligned again, those that began a row of their own, and by how many tokens they differed
+DRIFT = ("realign", "fork", "drift_tokens")
 
 
 class WorkerDied(RuntimeError):
@@ -46,8 +54,9 @@ def check_shape() -> None:
     expect_parameters(_HarnessRolloutLoop._score_group, ("self", "group"))
     expect_parameters(AsyncRolloutWorker.check_health, ("self", "stale_after_s"))
     expect_source(_HarnessRolloutLoop._run_session, "self._factory.create(prompt, seed=seed, episode_id=rollout_id)")
-    expect_source(_HarnessRolloutLoop._run_session,
-                  "sequences, tool_call_count, tool_failure_count, reward), metrics")
+    expect_source(_HarnessRolloutLoop._run_session, "sequences, tally = _chain_to_sequences(turns, rollout_id,",
+                  "tally=tally,", "sequences, tool_call_count, tool_failure_count, reward), metrics")
+    expect_source(_chain_to_sequences, *(f'"{name}": 0.0' for name in DRIFT))
     expect_source(_HarnessRolloutLoop._score_group, "for seq in sequences: samples.append(RolloutSample(")
     expect_source(_HarnessRolloutLoop._repeat_iterator, "yield group_id, row")
     expect_source(AsyncRolloutWorker.start, "self._process = self._mp_ctx.Process(target=_child_main,")
@@ -83,13 +92,15 @@ class RolloutLoop(_HarnessRolloutLoop):
         self._log = RolloutLog(rollout_log)
         self._trained_ahead = set(trained_ahead)  # groups that the checkpoint has trained already
         self._factory = KeepSession(self._factory)
-        self._called: dict[str, tuple[float, float]] = {}  # rollout id -> first and last model call
+        self._known: dict[str, dict[str, float]] = {}  # rollout id -> bookkeeping of its rows
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def _run_session(self, prompt: Any, group_id: int = 0) -> Any:
         result, metrics = super()._run_session(prompt, group_id)
         for sequence in result[2][:1]:
-            self._called[sequence.rollout_id] = self._factory.call_times()
+            first, last = self._factory.call_times()
+            self._known[sequence.rollout_id] = {ROW + "first_call": first, ROW + "last_call": last} | {
+                ROW + name: metrics["tally"][name] for name in DRIFT}
         self._log.add(group_id, result[5], result[3], self._factory.record())
         return result, metrics
 
@@ -99,11 +110,10 @@ class RolloutLoop(_HarnessRolloutLoop):
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
         rollouts = [(i, seq) for i, sequences in enumerate(group.completions_sequences) for seq in sequences]
-        called = {rollout_id: self._called.pop(rollout_id) for rollout_id in {seq.rollout_id for _, seq in rollouts}}
+        known = {rollout_id: self._known.pop(rollout_id) for rollout_id in {seq.rollout_id for _, seq in rollouts}}
         for sample, (i, seq) in zip(samples, rollouts, strict=True):
-            first, last = called[seq.rollout_id]
-            sample.metrics |= {ROW + "rollout": float(i), ROW + "tool_calls": float(group.tool_call_counts[i]),
-                               ROW + "first_call": first, ROW + "last_call": last}
+            sample.metrics |= known[seq.rollout_id] | {
+                ROW + "rollout": float(i), ROW + "tool_calls": float(group.tool_call_counts[i])}
         kept = [sample for sample in samples if not math.isnan(sample.metrics["reward"])]
         graded = {sample.metrics[ROW + "rollout"] for sample in kept}
         if not kept:

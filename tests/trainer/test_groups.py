@@ -22,7 +22,7 @@ from recipe.groups import (
     row_health,
 )
 from recipe.health import RowHealth
-from recipe.rollout_worker import ROW
+from recipe.rollout_worker import DRIFT, ROW
 from recipe.sync_log import SyncLog
 
 # Version v came at 10 v, when the engine was paused for two seconds: one to stop it, one to replace the weights.
@@ -37,7 +37,8 @@ def sample(group: int, rows: int, tokens: int = 6, trained: int = 2, version: in
     first, last = calls or (10.0 * version + 3, 10.0 * version + 5)
     mask = [0] * (tokens - trained) + [1] * trained
     metrics = {"reward": reward, ROW + "rollouts": 4.0, ROW + "rows": rows, ROW + "rollout": rollout,
-               ROW + "tool_calls": 3.0, ROW + "first_call": first, ROW + "last_call": last}
+               ROW + "tool_calls": 3.0, ROW + "first_call": first, ROW + "last_call": last,
+               **{ROW + name: 0.0 for name in DRIFT}}
     return RolloutSample(prompt=[], completion=[], input_ids=list(range(tokens)), completion_mask=mask,
                          old_log_probs=[-0.5] * tokens, advantage=1.0, model_version=version, group_id=group,
                          metrics=metrics)
@@ -184,7 +185,7 @@ def test_ratio_of_each_packed_sequence():
 
 
 def test_summary_counts_rows_outside_the_band():
-    base = {"steps": 2, "seconds": 75.0, "rows": 9, "groups_without_contrast": 1, "skipped_groups": {"stale": 1}}
+    base = {"steps": 2, "seconds": 75.0, "rows": 9, "groups_without_contrast": 1, "forks": 2, "skipped_groups": {"stale": 1}}
     none = summary_text(base | {"fresh_rows": 0})
     assert "1m15s" in none and "1 stale" in none and "could not be checked" in none
     some = summary_text(base | {"fresh_rows": 2, "fresh_ratio_mean": 1.003, "fresh_ratio_min": 0.9999,
@@ -197,10 +198,10 @@ def test_line_of_a_step_names_every_figure():
     record = {"step": 7, "max_steps": 30, "seconds": 12.3, "eta_seconds": 3700, "reward_mean": 0.52, "reward_std": 0.5,
               "correct": 2, "rollouts": 4, "rows": 5, "tool_calls": 2.25, "tokens": 10240, "trained_tokens": 300,
               "ratio_mean": 1.0001, "ratio_min": health.ratio_min, "ratio_max": health.ratio_max, "fresh_rows": 2,
-              "fresh_ratio_mean": 0.99999, "staleness_mean": 0.5, "skipped_groups": {"stale": 1, "ungraded": 2},
+              "fresh_ratio_mean": 0.99999, "staleness_mean": 0.5, "forks": 2, "skipped_groups": {"stale": 1, "ungraded": 2},
               "trl": {"entropy": 0.31, "perf/rollout_wait_s": 8.1, "perf/fwd_bwd_s": 3.0, "perf/weight_sync_s": None}}
     text = line(record)
     for part in ("step 7/30", "reward 0.520 ± 0.500 (2/4 correct)", "ratio 1.0001 [0.900, 1.100]",
                  "fresh 2/5 rows 0.99999", "entropy 0.310", "tools 2.2", "tokens 10240 (300 trained)", "skipped 3",
-                 "12.3 s (wait 8.1, train 3.0", "ETA 1h01m"):
+                 "forks 2", "12.3 s (wait 8.1, train 3.0", "ETA 1h01m"):
         assert part in text, part

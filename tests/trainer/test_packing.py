@@ -20,7 +20,7 @@ from recipe import attention, groups, lfm2, short_conv, trl_cpu
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.groups import GroupCollator, pack
 from recipe.isolation_check import Isolation, LeakError
-from recipe.rollout_worker import ROW
+from recipe.rollout_worker import DRIFT, ROW
 
 REPO = Path(__file__).parents[2]
 LENGTHS = [(31, 12), (18, 17), (9, 1), (40, 22), (6, 5), (25, 3), (14, 7), (22, 9)]  # tokens, of which trained
@@ -85,7 +85,7 @@ def group_of_eight() -> list[dict]:
     for i, (tokens, trained) in enumerate(LENGTHS):
         metrics = {"reward": float(i % 2), ROW + "rollout": float(i), ROW + "tool_calls": 1.0, ROW + "rows": 8.0,
                    ROW + "graded": 8.0, ROW + "rollouts": 8.0, ROW + "first_call": float("nan"),
-                   ROW + "last_call": float("nan"), ROW + "version": 0.0, ROW + "one_version": 1.0}
+                   ROW + "last_call": float("nan"), **{ROW + name: 0.0 for name in DRIFT}, ROW + "version": 0.0, ROW + "one_version": 1.0}
         group.append({
             "input_ids": torch.randint(8, 64, (tokens,), generator=generator).tolist(),
             "completion_mask": [0] * (tokens - trained) + [1] * trained,

@@ -80,6 +80,7 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     groups = [{row["group"] for row in s["group_rows"]} for s in first]
     assert groups == [{0}, {2}, {3}]
     assert first[0]["rollouts"] == 3 and first[0]["rows"] == 4, "an ungraded rollout leaves, a fork adds a row"
+    assert first[0]["forks"] == 1 and first[0]["drift_tokens"] > 0 and first[0]["realigned"] == 0
     assert first[1]["rollouts"] == first[1]["rows"] == 4
     assert first[1]["skipped_groups"] == {"stale": 0, "ungraded": 1, "no contrast": 0}
     assert first[1]["trained_tokens"] == 4 * 2 * TURN and first[1]["tool_calls"] == 2
