@@ -206,7 +206,8 @@ setup_main() {
     shift
   done
   setup_all
-  printf 'export TRAINER_PYTHON=%q ENV_PYTHON=%q OPENCODE_BIN=%q\n' "$TRAINER_PYTHON" "$ENV_PYTHON" "$OPENCODE_BIN"
+  printf 'export TRAINER_PYTHON=%q ENV_PYTHON=%q OPENCODE_BIN=%q OMP_WAIT_POLICY=%q\n' \
+    "$TRAINER_PYTHON" "$ENV_PYTHON" "$OPENCODE_BIN" "$OMP_WAIT_POLICY"
 }
 
 if [[ ${BASH_SOURCE[0]} == "$0" ]]; then setup_main "$@"; fi

@@ -13,6 +13,7 @@ gradient checkpointing, under PEFT, and on any device without a kernel from the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -51,34 +52,48 @@ def check_shape(expected: dict[Any, tuple[str, ...]] = EXPECTED) -> None:
                 "requirements/trainer.txt (bash setup.sh), or adapt recipe/short_conv.py and its test.")
 
 
-def sequence_index(position_ids: torch.Tensor) -> torch.Tensor:
-    """(B, T) position_ids -> (B, T) int32, the number of the packed sequence that each token belongs to, from 0."""
-    starts = position_ids == 0
-    starts[:, 0] = True
-    return starts.cumsum(dim=-1, dtype=torch.int32) - 1
+@dataclass(frozen=True)
+class Borders:
+    """Where the tokens of a batch lie once its packed sequences are `reach` zeros apart, each with zeros before it.
+
+    `slots` (B * T,) int64 are the places of the tokens, row after row, in `size` places.
+    """
+
+    slots: torch.Tensor
+    size: int
+    reach: int
+    packed: bool  # some row holds more than one sequence
+
+    @classmethod
+    def of(cls, position_ids: torch.Tensor, batch: int, reach: int) -> Borders:
+        """From position_ids (1 or B, T), which restart at 0 with each sequence; looked at once a forward, because the
+        size has to be waited for on a GPU."""
+        starts = position_ids == 0
+        starts[:, 0] = True
+        starts = starts.expand(batch, -1).flatten()
+        slots = torch.arange(starts.shape[0], device=starts.device) + reach * starts.cumsum(0)
+        ends = torch.stack([slots[-1], starts.sum()]).tolist()
+        return cls(slots, ends[0] + 1, reach, packed=ends[1] > batch)
 
 
-def isolated_conv(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seq_idx: torch.Tensor
+def isolated_conv(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, borders: Borders
                   ) -> torch.Tensor:
-    """Causal depthwise convolution of (B, D, T) with (D, K) that never reaches into another sequence.
+    """Causal depthwise convolution of (B, D, T) with (D, reach + 1) that never reaches into another sequence.
 
-    `seq_idx` (1 or B, T) numbers the sequences of a row. Returns (B, D, T) in the dtype of `hidden`.
+    Returns (B, D, T) in the dtype of `hidden`.
     """
     batch, width, length = hidden.shape
-    reach = weight.shape[-1] - 1
-    borders = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True).expand(batch, length).flatten()
-    slots = torch.arange(batch * length, device=hidden.device) + reach * borders.cumsum(0)
     row = hidden.transpose(0, 1).reshape(width, batch * length).to(weight.dtype)
-    spread = row.new_zeros(width, int(slots[-1]) + 1).index_copy(1, slots, row)
-    out = F.conv1d(spread[None], weight[:, None], bias, groups=width)[0].index_select(1, slots - reach)
+    spread = row.new_zeros(width, borders.size).index_copy(1, borders.slots, row)
+    out = F.conv1d(spread[None], weight[:, None], bias, groups=width)[0].index_select(1, borders.slots - borders.reach)
     return out.reshape(width, batch, length).transpose(0, 1).to(hidden.dtype)
 
 
 def _forward(self: Lfm2ShortConv, hidden_states: torch.Tensor, past_key_values: Any = None,
-             attention_mask: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None) -> torch.Tensor:
+             attention_mask: torch.Tensor | None = None, seq_idx: Borders | None = None) -> torch.Tensor:
     """Lfm2ShortConv.forward, in which seq_idx counts; with a cache (generation) it is the stock one."""
     if past_key_values is not None:
-        if seq_idx is not None and bool((seq_idx > 0).any()):
+        if seq_idx is not None and seq_idx.packed:
             raise ValueError("a packed row cannot be computed with a cache: pass use_cache=False")
         return type(self).forward(self, hidden_states, past_key_values, attention_mask)
     if seq_idx is None:
@@ -89,14 +104,24 @@ def _forward(self: Lfm2ShortConv, hidden_states: torch.Tensor, past_key_values: 
     return self.out_proj(y.transpose(-1, -2).contiguous())
 
 
-def _hand_down(layer: Lfm2DecoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: the layer hands seq_idx to its convolution, and gets position_ids from the model.
+class HandDown:
+    """Forward pre-hook of a model's layers, which get position_ids from the model: hands their convolution the borders.
 
-    It runs within the layer's call, so also when gradient checkpointing repeats it.
+    It runs within the layer's call, so also when gradient checkpointing repeats it, with the same position_ids.
     """
-    if kwargs.get("position_ids") is None:
-        raise ValueError("an LFM2 layer was called without position_ids, by which packed sequences are kept apart")
-    return args, kwargs | {"seq_idx": sequence_index(kwargs["position_ids"])}
+
+    def __init__(self) -> None:
+        self.last: tuple[torch.Tensor, int, Borders] | None = None
+
+    def __call__(self, layer: Lfm2DecoderLayer, args: tuple[Any, ...], kwargs: dict[str, Any]
+                 ) -> tuple[Any, dict[str, Any]]:
+        positions = kwargs.get("position_ids")
+        if positions is None:
+            raise ValueError("an LFM2 layer was called without position_ids, by which packed sequences are kept apart")
+        batch = args[0].shape[0]
+        if self.last is None or self.last[0] is not positions or self.last[1] != batch:
+            self.last = positions, batch, Borders.of(positions, batch, layer.conv.conv.kernel_size[0] - 1)
+        return args, kwargs | {"seq_idx": self.last[2]}
 
 
 def isolate(model: torch.nn.Module) -> int:
@@ -107,9 +132,10 @@ def isolate(model: torch.nn.Module) -> int:
     layers = [m for m in model.modules() if isinstance(m, Lfm2DecoderLayer) and not m.is_attention_layer]
     if layers:
         check_shape()
+    hook = HandDown()
     for layer in layers:
         if not is_isolated(layer):
-            layer.register_forward_pre_hook(_hand_down, with_kwargs=True)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
             layer.conv.forward = MethodType(_forward, layer.conv)
     return len(layers)
 

@@ -15,7 +15,7 @@ from recipe.attention import sequence_spans
 from recipe.config import Settings
 from recipe.isolation_check import LeakError
 from recipe.lfm2 import lora_config
-from recipe.short_conv import UnknownLfm2Code, check_shape, isolate, isolated_conv, sequence_index
+from recipe.short_conv import Borders, UnknownLfm2Code, check_shape, isolate, isolated_conv
 
 CONV_LORA = {"LORA_R": "8", "LORA_ALPHA": "16", "LORA_CONV": "1"}
 
@@ -117,10 +117,20 @@ def test_bf16_is_the_same_convolution_on_the_same_numbers():
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(shape).bfloat16() for shape in ((1, 8, 20), (8, 3), (8,)))
     _, positions = packed([7, 1, 12])
-    row = isolated_conv(hidden, weight, bias, sequence_index(positions))
+    row = isolated_conv(hidden, weight, bias, Borders.of(positions, 1, 2))
     alone = [torch.nn.functional.conv1d(torch.nn.functional.pad(hidden[..., a:b], (2, 0)), weight[:, None], bias,
                                         groups=8) for a, b in sequence_spans(positions[0])]
     assert torch.equal(row, torch.cat(alone, dim=-1))
+
+
+def test_borders_are_looked_at_once_a_forward(monkeypatch):
+    seen, real = [], Borders.of
+    monkeypatch.setattr(Borders, "of", lambda *args: seen.append(args) or real(*args))
+    for checkpointing in (False, True):
+        model = adapted_model(checkpointing=checkpointing)
+        for lengths in ([3, 4], [7]):
+            score(model, lengths, separate=False)
+    assert len(seen) == 4
 
 
 def test_installed_once_and_only_on_the_loaded_model():
