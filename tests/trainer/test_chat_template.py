@@ -66,7 +66,8 @@ def test_reasoning_stays_in_the_history(stock):
 def test_reasoning_in_a_field_of_its_own_is_opened_once():
     text = Text(tokenizer("as-template"))
     text.tokenizer.chat_template = kept_thinking(OPEN)
-    prompt = text.render([{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "x", "reasoning": "y"}])
+    prompt = text.render([{"role": "user", "content": "Do it."},
+                          {"role": "assistant", "content": "x", "reasoning": "y"}])
     assert text.decode(prompt, False).count("<think>y</think>x") == 1
     assert text.decode(prompt, False).count("<think>") == 2  # and the one that opens the next turn
 

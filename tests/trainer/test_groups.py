@@ -185,7 +185,7 @@ def test_ratio_of_each_packed_sequence():
 
 
 def test_summary_counts_rows_outside_the_band():
-    base = {"steps": 2, "seconds": 75.0, "rows": 9, "groups_without_contrast": 1, "forks": 2, "skipped_groups": {"stale": 1}}
+    base = {"steps": 2, "seconds": 75.0, "rows": 9, "groups_without_contrast": 1, "skipped_groups": {"stale": 1}}
     none = summary_text(base | {"fresh_rows": 0})
     assert "1m15s" in none and "1 stale" in none and "could not be checked" in none
     some = summary_text(base | {"fresh_rows": 2, "fresh_ratio_mean": 1.003, "fresh_ratio_min": 0.9999,
@@ -198,7 +198,8 @@ def test_line_of_a_step_names_every_figure():
     record = {"step": 7, "max_steps": 30, "seconds": 12.3, "eta_seconds": 3700, "reward_mean": 0.52, "reward_std": 0.5,
               "correct": 2, "rollouts": 4, "rows": 5, "tool_calls": 2.25, "tokens": 10240, "trained_tokens": 300,
               "ratio_mean": 1.0001, "ratio_min": health.ratio_min, "ratio_max": health.ratio_max, "fresh_rows": 2,
-              "fresh_ratio_mean": 0.99999, "staleness_mean": 0.5, "forks": 2, "skipped_groups": {"stale": 1, "ungraded": 2},
+              "fresh_ratio_mean": 0.99999, "staleness_mean": 0.5, "forks": 2,
+              "skipped_groups": {"stale": 1, "ungraded": 2},
               "trl": {"entropy": 0.31, "perf/rollout_wait_s": 8.1, "perf/fwd_bwd_s": 3.0, "perf/weight_sync_s": None}}
     text = line(record)
     for part in ("step 7/30", "reward 0.520 ± 0.500 (2/4 correct)", "ratio 1.0001 [0.900, 1.100]",

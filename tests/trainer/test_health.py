@@ -34,8 +34,8 @@ def test_means_are_over_tokens():
 
 def test_health_of_a_step():
     forked = dict(fork=1, realign=2, drift_tokens=9)
-    found = step_health([row(0, ratio=1.0, **forked), row(0, ratio=1.0, reward=1.0, **forked), row(1, ratio=3.0, staleness=2, clipped=1.0),
-                         row(2, ratio=1.0, staleness=2, reward=0.0)])
+    found = step_health([row(0, ratio=1.0, **forked), row(0, ratio=1.0, reward=1.0, **forked),
+                         row(1, ratio=3.0, staleness=2, clipped=1.0), row(2, ratio=1.0, staleness=2, reward=0.0)])
     assert (found["forks"], found["realigned"], found["drift_tokens"]) == (1, 2, 9), "counted once a rollout"
     assert (found["forks"], found["ungraded_rollouts"], found["contrast"]) == (1, 1, True)
     assert (found["fresh_rows"], found["fresh_ratio_mean"]) == (2, 1.0)

@@ -85,7 +85,8 @@ def group_of_eight() -> list[dict]:
     for i, (tokens, trained) in enumerate(LENGTHS):
         metrics = {"reward": float(i % 2), ROW + "rollout": float(i), ROW + "tool_calls": 1.0, ROW + "rows": 8.0,
                    ROW + "graded": 8.0, ROW + "rollouts": 8.0, ROW + "first_call": float("nan"),
-                   ROW + "last_call": float("nan"), **{ROW + name: 0.0 for name in DRIFT}, ROW + "version": 0.0, ROW + "one_version": 1.0}
+                   ROW + "last_call": float("nan"), **{ROW + name: 0.0 for name in DRIFT},
+                   ROW + "version": 0.0, ROW + "one_version": 1.0}
         group.append({
             "input_ids": torch.randint(8, 64, (tokens,), generator=generator).tolist(),
             "completion_mask": [0] * (tokens - trained) + [1] * trained,
