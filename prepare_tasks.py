@@ -46,7 +46,7 @@ def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None
                             "N_TRAIN_TASKS or N_TASKS.")
     chosen = subset.stratified(pinned.tasks, n, lambda t: t.name, lambda t: t.difficulty, seed=seed)
     fetch = fetch or hub_tasks.hub_fetch(pinned.dataset, pinned.revision)
-    return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch)) for task in chosen]
+    return [(task.name, lambda task=task: hub_tasks.load_hub_task(task, fetch, pinned.grader)) for task in chosen]
 
 
 def write_task(folder: Path, contents: dict[str, bytes], part: Path) -> bool:

@@ -41,11 +41,13 @@ class TaskList:
     dataset: str
     revision: str
     tasks: tuple[PinnedTask, ...]
+    grader: str = ""  # SHA-256 of tests/grader.py, the same in all tasks; empty is the recipe's
 
     @classmethod
     def read(cls, path: Path) -> TaskList:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return cls(data["dataset"], data["revision"], tuple(PinnedTask(**task) for task in data["tasks"]))
+        return cls(data["dataset"], data["revision"], tuple(PinnedTask(**task) for task in data["tasks"]),
+                   data.get("grader_sha256", ""))
 
 
 def hub_fetch(dataset: str, revision: str) -> Fetch:
@@ -109,19 +111,19 @@ def patch_task_toml(text: str) -> str:
     return patched
 
 
-def check(task: PinnedTask, contents: dict[str, bytes]) -> None:
+def check(task: PinnedTask, contents: dict[str, bytes], grader: str = "") -> None:
     """Raises TaskError when the instruction or the grader is not the pinned one."""
-    for path, want in (("instruction.md", task.sha256), ("tests/grader.py", GRADER_SHA256)):
+    for path, want in (("instruction.md", task.sha256), ("tests/grader.py", grader or GRADER_SHA256)):
         got = sha256(contents[path])
         if got != want:
             raise TaskError(f"{task.name}: {path} has SHA-256 {got}, pinned is {want}. The download is damaged or the "
                             "list belongs to another revision: remove it from the Hub cache and run again.")
 
 
-def load_hub_task(task: PinnedTask, fetch: Fetch) -> dict[str, bytes]:
+def load_hub_task(task: PinnedTask, fetch: Fetch, grader: str = "") -> dict[str, bytes]:
     """Relative path -> content of the task's files, checked and patched. Raises TaskError."""
     contents = {path: fetch(f"tasks/{task.name}/{path}").read_bytes() for path in FILES}
-    check(task, contents)
+    check(task, contents, grader)
     try:
         contents["task.toml"] = patch_task_toml(contents["task.toml"].decode()).encode()
     except ValueError as err:
