@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 
-from recipe import watchdog
+from recipe import sandbox_costs, watchdog
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
 
@@ -139,6 +139,7 @@ class MetricsCallback(TrainerCallback):
             "tool_calls": sum(row.tool_calls for row in rollouts) / len(rewards),
             "tokens": sum(row.tokens for row in rows), "trained_tokens": sum(row.trained for row in rows),
             **health, "skipped_groups": dict(self.trainer._rollout_dataset.skipped),
+            "sandboxes": sandbox_costs.read(self.path.parent),
             "group_rows": [asdict(row) for row in rows],
             "trl": {key: value for key, value in logs.items() if isinstance(value, (int, float))},
         })

@@ -127,7 +127,7 @@ def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, fol
         results = json.loads((run / "eval/final_results.json").read_text())
         assert results["tasks"] == HELD_OUT and not results["base"]["ungraded"] + results["adapter"]["ungraded"]
         files = hub.repo(ADAPTER).files()
-        assert {f"checkpoint-{STEPS}/{MANIFEST}", "adapter_model.safetensors"} <= set(files)
+        assert {f"checkpoint-{STEPS}/{MANIFEST}", "adapter_model.safetensors", "eval/final_results.json"} <= set(files)
         assert files["adapter_model.safetensors"] == (run / "adapter/adapter_model.safetensors").read_bytes()
 
         # Sandboxes: as many as rollouts, each with its image and nothing secret, none left, their minutes counted.
@@ -137,4 +137,6 @@ def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, fol
         assert not any(TOKEN.encode() in content for _, content in sandboxes.written)
         assert [job for job in running(hub) if hub.jobs[job]["labels"].get("hf-sandbox")] == []
         assert f"sandboxes: {len(sandboxes.specs)} ran, 0 did not start" in log and "on cpu-basic, about $0.0" in log
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["sandboxes"]
+        assert last["flavor"] == "cpu-basic" and 0 < last["started"] <= len(sandboxes.specs) and last["minutes"] > 0
         assert TOKEN not in log and not [f for f in (run / "logs").iterdir() if TOKEN in f.read_text(errors="replace")]
