@@ -51,6 +51,9 @@ if [[ -e $trained && $(<"$trained") == "$MAX_STEPS" ]]; then
   start_policy eval
   start_env
 else
+  step resume "looking for the checkpoint to go on from${ADAPTER_REPO:+ in $ADAPTER_REPO}"
+  beat resume
+  FOLLOW=. run_step resume "$TRAINER_PYTHON" -m recipe.resume
   start_policy train
   start_env
   step train "training for $MAX_STEPS steps (log $LOGS/train.log)"

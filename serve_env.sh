@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The env server and the capture proxy alone, for set-ups on several machines (run_job.sh calls this script too).
+# The env server and the capture proxy alone, for set-ups on several machines (run_job.sh calls it too; see README.md).
 #
 #   RUN_DIR=runs/a bash serve_env.sh            # settings are environment variables, see README.md
 #   RUN_DIR=runs/a PRESET=local bash serve_env.sh
 #
-# Needs: tasks in RUN_DIR/tasks/{train,test} (prepare_tasks.py), a policy server at POLICY_PORT (serve_policy.sh),
-# and ENV_PYTHON, the env server's Python (setup.sh makes and exports it).
-# Serves: 127.0.0.1:ENV_PORT for the trainer, PUBLIC_PORT/capture for the sandboxes. `--help` lists everything else.
+# Needs: tasks in RUN_DIR/tasks/{train,test} (prepare_tasks.py), a policy server (serve_policy.sh) at POLICY_URL, by
+# default at POLICY_PORT of this machine, and ENV_PYTHON, the env server's Python (setup.sh makes and exports it).
+# Serves: ENV_HOST:ENV_PORT (127.0.0.1:8002) for the trainer, PUBLIC_PORT/capture for the sandboxes. `--help` lists everything else.
 # Exit codes: 64 wrong settings, 69 could not start or died (the message says why), 130/143 ended by a signal.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The policy server alone, for set-ups on several machines (run_job.sh calls this script too).
+# The policy server alone, for set-ups on several machines (run_job.sh calls this script too; see README.md).
 #
 #   bash serve_policy.sh --mode train      takes weight updates from the trainer
 #   bash serve_policy.sh --mode eval       the pristine base; adapters are loaded beside it at run time
@@ -91,11 +91,13 @@ fi
 template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-$POLICY_PORT.jinja
 command+=(--chat-template "$template")
 
-case $POLICY_HOST in
-  127.* | localhost | ::1) ;;
-  *) [[ $mode == eval ]] || echo "serve_policy.sh: WARNING: POLICY_HOST=$POLICY_HOST is reachable from other machines, and" \
-    "whoever reaches it can replace the policy's weights: use 127.0.0.1 or a private network" >&2 ;;
-esac
+if [[ $mode == train ]]; then
+  routes="the weight routes of training mode ask for no key: whoever reaches $POLICY_HOST:$POLICY_PORT can replace the policy's weights"
+  case $POLICY_HOST in
+    127.* | localhost | ::1) echo "serve_policy.sh: $routes; on loopback that is every process of this machine" >&2 ;;
+    *) echo "serve_policy.sh: WARNING: $routes. POLICY_HOST is no loopback address: use a private network" >&2 ;;
+  esac
+fi
 
 if ((print_only)); then
   printf '%q ' "${env[@]}" "${command[@]}"

@@ -11,7 +11,8 @@ rewards are all equal is a step too, of zero gradient, unless ZERO_CONTRAST=skip
 graded rollout never are. When the tasks run out, they come again in the same order. Every knob is an environment
 variable (`python3 -m recipe.config table`); nothing is set twice.
 
-Reads   the tasks that the env server serves (split `train`), in their order; a SEED other than 0 shuffles them
+Reads   the tasks that the env server serves (split `train`), in the order of $RUN_DIR/tasks/train.json where that
+        is; a SEED other than 0 shuffles them
 Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
         $RUN_DIR/adapter                    the final adapter, as PEFT and vLLM load it
         $RUN_DIR/metrics.jsonl              one JSON object a step; train_summary.json at the end
@@ -27,15 +28,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import traceback
-from pathlib import Path
 
 from recipe import checkpoints, hub, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
+from recipe.resume import adopt, open_checkpoints
 
 HEALTH_LIMIT = 300.0  # seconds without a tick of the rollout worker's loop
 
@@ -79,42 +79,18 @@ def worker_arguments(settings: Settings, sessions, dataset, tokenizer, eos_token
 
 
 def task_dataset(settings: Settings, sessions):
-    """The prompts of the env server's train split; the worker goes through them again and again."""
+    """The prompts of the env server's train split; the worker goes through them again and again.
+
+    Their order is that of tasks/train.json in the run folder, the recipe's own; the server sorts them by name.
+    """
     from datasets import Dataset
 
-    dataset = Dataset.from_list([{"prompt": row["prompt"]} for row in sessions.prompt_rows()])
+    rows, listing = sessions.prompt_rows(), settings.run_path / "tasks" / "train.json"
+    if listing.exists():
+        place = {name: i for i, name in enumerate(json.loads(listing.read_text())["tasks"])}
+        rows = sorted(rows, key=lambda row: place.get(row["task"], len(place)))
+    dataset = Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
     return dataset.shuffle(seed=settings.seed) if settings.seed else dataset
-
-
-def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, CheckpointPusher | None]:
-    """The checkpoint to go on from, and the way to the adapter repository; each None when there is none."""
-    root = settings.run_path / "checkpoints"
-    newest = checkpoints.newest_checkpoint(root)
-    pusher, there = None, set()
-    if settings.adapter_repo:
-        pusher = CheckpointPusher(settings.adapter_repo)
-        there = pusher.open()
-    if resume == "never":
-        if newest or there:
-            raise SettingsError(f"RESUME=never, but {newest or settings.adapter_repo} holds checkpoints that a later "
-                                "resume would take for this run's: choose another RUN_DIR or ADAPTER_REPO.")
-        return None, pusher
-    if pusher:
-        newest = hub.fetch_newest(settings.adapter_repo, root, above=checkpoints.step_of(newest) if newest else 0
-                                  ) or newest
-    if newest:
-        checkpoints.check_settings(newest, settings)
-        if pusher and checkpoints.step_of(newest) not in there:
-            pusher.push(newest)  # a crash came between saving and pushing
-    return newest, pusher
-
-
-def adopt(checkpoint: Path, adapter: Path) -> None:
-    """Makes the checkpoint of a run that had all its steps the final adapter."""
-    adapter.mkdir(exist_ok=True)
-    for name in hub.ROOT_FILES:
-        if (checkpoint / name).exists():
-            shutil.copyfile(checkpoint / name, adapter / name)
 
 
 def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict, pusher: CheckpointPusher | None):
@@ -230,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         print(err, file=sys.stderr)
         return EXIT_USAGE
     except Exception as err:
-        traceback.print_exc()
+        if not isinstance(err, hub.HubError):  # its message says all
+            traceback.print_exc()
         print(f"\nTraining ended with {type(err).__name__}: {err}\nCheckpoints in {settings.run_path / 'checkpoints'} "
               f"are kept. Resume with:\n  RUN_DIR={settings.run_path} bash run_job.sh", file=sys.stderr, flush=True)
         return EXIT_UNAVAILABLE

@@ -28,11 +28,12 @@ NAME = re.compile(r"checkpoint-(\d+)")
 LEFT_OUT = ("training_args.bin", "README.md", MANIFEST)
 # A resumed run may differ in these: how long, where and how fast it runs, and how it is watched and evaluated.
 FREE = {
-    "preset", "resume", "adapter_repo", "max_steps", "n_tasks", "max_inflight", "token_budget", "attention", "sandbox",
-    "sandbox_runtime", "keep_sandbox", "opencode_integrity", "engine", "public_port", "policy_port", "policy_host",
-    "policy_gpu", "env_port", "gpu_memory_utilization", "prefix_caching", "save_steps", "stall_limit",
-    "eval_concurrency", "eval_retries", "k_samples", "eval_poll", "eval_idle_limit", "trackio_project",
-    "trackio_space", "run_dir", "cache_dir", "canary_every", "canary_tolerance", "ratio_stop", "keep_trials",
+    "preset", "resume", "adapter_repo", "max_steps", "n_tasks", "max_inflight", "token_budget", "attention",
+    "sandbox", "sandbox_runtime", "keep_sandbox", "opencode_integrity", "engine", "public_port", "policy_port",
+    "policy_host", "policy_gpu", "env_port", "policy_address", "env_host", "env_address", "gpu_memory_utilization",
+    "prefix_caching", "save_steps", "stall_limit", "eval_concurrency", "eval_retries", "k_samples", "eval_poll",
+    "eval_idle_limit", "trackio_project", "trackio_space", "run_dir", "cache_dir", "canary_every", "canary_tolerance",
+    "ratio_stop", "keep_trials", "route_check_every", "forwarder", "sandbox_starts", "sandbox_flavor",
 }
 
 
@@ -103,10 +104,14 @@ def size_damage(manifest: dict[str, Any], sizes: Mapping[str, int]) -> str | Non
     return None
 
 
+def folders(root: Path) -> list[Path]:
+    """The checkpoints in `root`, whole or not, by their steps."""
+    return sorted((p for p in root.glob("checkpoint-*") if NAME.fullmatch(p.name)), key=step_of)
+
+
 def newest_checkpoint(root: Path) -> Path | None:
     """The checkpoint in `root` with the most steps that is whole; says which ones were passed over."""
-    found = sorted((p for p in root.glob("checkpoint-*") if NAME.fullmatch(p.name)), key=step_of, reverse=True)
-    for folder in found:
+    for folder in reversed(folders(root)):
         wrong = damage(folder)
         if wrong is None:
             return folder

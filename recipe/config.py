@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -48,6 +49,11 @@ def repo_id(v: str) -> str | None:
     parts = v.split("/")
     ok = v == "" or (len(parts) == 2 and all(parts))
     return None if ok else 'must be "owner/name", for example ADAPTER_REPO=you/LFM2.5-2.6B-opencode-lora-RL'
+
+
+def http_url(v: str) -> str | None:
+    ok = v == "" or re.fullmatch(r"https?://[^/\s]+/?", v)
+    return None if ok else "must be http://HOST:PORT, without a path"
 
 
 def knob(default: Any, env: str, help: str, unit: str = "", check: Check | None = None, local: Any = None) -> Any:
@@ -134,8 +140,14 @@ class Settings:
     policy_port: int = knob(8001, "POLICY_PORT", "policy server, loopback", check=between(1, 65535))
     policy_host: str = knob("127.0.0.1", "POLICY_HOST", "bind address of the policy server; nobody else should reach "
                             "the weight routes of training mode")
+    policy_address: str = knob("", "POLICY_URL", "where trainer and env server reach a policy server on another "
+                               "machine; empty: 127.0.0.1 at POLICY_PORT", check=http_url)
     policy_gpu: str = knob("", "POLICY_GPU", "CUDA_VISIBLE_DEVICES of the policy server; empty leaves it as it is")
     env_port: int = knob(8002, "ENV_PORT", "env server's control plane, loopback", check=between(1, 65535))
+    env_host: str = knob("127.0.0.1", "ENV_HOST", "bind address of the control plane, which starts sandboxes for "
+                         "whoever reaches it")
+    env_address: str = knob("", "ENV_URL", "where the trainer reaches an env server on another machine; empty: "
+                            "127.0.0.1 at ENV_PORT", check=http_url)
     max_model_len: int = knob(40960, "MAX_MODEL_LEN", "context of the policy server", "tokens", at_least(64), 16384)
     gpu_memory_utilization: float = knob(0.85, "GPU_MEMORY_UTILIZATION", "vLLM's share of its GPU; leaves NCCL room",
                                          check=between(0.05, 0.99))
@@ -186,11 +198,11 @@ class Settings:
 
     @property
     def policy_url(self) -> str:
-        return f"http://127.0.0.1:{self.policy_port}"
+        return self.policy_address.rstrip("/") or f"http://127.0.0.1:{self.policy_port}"
 
     @property
     def env_url(self) -> str:
-        return f"http://127.0.0.1:{self.env_port}"
+        return self.env_address.rstrip("/") or f"http://127.0.0.1:{self.env_port}"
 
     @property
     def run_path(self) -> Path:

@@ -4,7 +4,7 @@
 
 OpenEnv's Harbor server either publishes the proxy through a forwarder or mounts it beside its control plane, whose
 routes ask for no key and spend the owner's sandboxes. Here the control plane (Task API, MCP, UI) listens on
-127.0.0.1:ENV_PORT and the public port answers /capture and nothing else.
+ENV_HOST:ENV_PORT, by default on loopback, and the public port answers /capture and nothing else.
 
 With remote sandboxes the server asks its own public URL before it says that it is healthy, and goes on asking: a lost
 route stops new rollouts (recipe/route.py). HF Sandboxes reach it through the
@@ -36,7 +36,7 @@ from recipe.call_times import CallTimes
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.gate import Gate
-from recipe.ports import PortBusy, bind
+from recipe.ports import PortBusy, bind, is_loopback
 from recipe.route import RouteCheck, RouteLost
 from recipe.sandbox_setup import (
     SPLITS,
@@ -82,7 +82,10 @@ def run(settings: Settings) -> int:
     remote = settings.sandbox != "local"
     # A local sandbox reaches the public port over loopback, as a forwarder does; a Job's proxy does not.
     public = bind(settings.public_port, "PUBLIC_PORT", "0.0.0.0" if settings.sandbox == "hf-sandbox" else "127.0.0.1")
-    control = bind(settings.env_port, "ENV_PORT")
+    control = bind(settings.env_port, "ENV_PORT", settings.env_host)
+    if not is_loopback(settings.env_host):
+        say(f"WARNING: ENV_HOST={settings.env_host} lets other machines in, and the control plane asks for no key: "
+            "whoever reaches it starts sandboxes at your cost. Use a private network")
 
     trials = settings.run_path / "trials"
     trials.mkdir(parents=True, exist_ok=True)
@@ -120,8 +123,8 @@ def run(settings: Settings) -> int:
     gc.collect()
     gc.freeze()  # what is imported stays; without this every full collection walks it, with all rollouts waiting
     say(f"capture proxy on port {settings.public_port}, known to sandboxes as {url}")
-    say(f"control plane on 127.0.0.1:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts at once, "
-        f"trials in {trials}")
+    say(f"control plane on {settings.env_host}:{settings.env_port}, at most {settings.max_concurrent_envs} rollouts "
+        f"at once, trials in {trials}")
     capture = outer_app(calls.around(service.capture.app), *([route.route(MOUNT)] if route else []))
 
     async def first() -> None:

@@ -19,6 +19,10 @@ class PortBusy(RuntimeError):
     """A port is taken; the message names the port, its setting and, where it can be seen, the process."""
 
 
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def bind(port: int, setting: str, host: str = "127.0.0.1") -> socket.socket:
     """A bound socket that does not listen yet: holds the port while the server loads. Raises PortBusy."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

@@ -40,6 +40,7 @@ PROCESSES = "processes"  # lines "<session id> <name>", kept by recipe/job.sh
 PHASE_LIMITS: dict[str, float | None] = {
     "setup": 3600,  # environments of several GB on a slow line
     "tasks": 3600,  # one HTTP request a task, 1,250 tasks
+    "resume": 3600,  # a checkpoint of some 500 MB from the Hub, with attempts
     "policy": 2400,  # vLLM downloads the model, compiles and captures graphs
     "env": 900,
     "train-setup": 2400,  # the trainer loads the model and joins the weight transfer

@@ -93,7 +93,7 @@ class Life:
 class Trainer:
     """train_lora.py with its rollout worker, on rollouts that sample from a small engine without an agent."""
 
-    steps, lull = 8, 4.0
+    steps, lull = 10, 4.0
 
     def __init__(self, hub: HubDouble, engine_url: str):
         self.hub, self.engine = hub, engine_url
@@ -146,7 +146,8 @@ class Campaign:
         history: dict[int, int] = {}  # step -> group, in the order of tasks
         life, expected, killed = self.start_life(folder, repo, in_order), 0, 0
         while True:
-            was_killed = killed < kills and self.kill_somewhere(life, self.kind.steps - expected)
+            done = expected == self.kind.steps and killed  # nothing is left to lose but the end itself
+            was_killed = killed < kills and not done and self.kill_somewhere(life, self.kind.steps - expected)
             if not was_killed:
                 life.process.wait()
             resumed = life.resumed()

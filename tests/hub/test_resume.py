@@ -15,6 +15,7 @@ from hub_double import HubDouble
 from training_process import start, trained
 
 from recipe import checkpoints
+from recipe.config import Settings
 
 ADAPTER = "me/adapter"
 STEPS = 6
@@ -78,3 +79,39 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
     other = start(tmp_path / "d", engine.url, **RUN, LORA_R="2")
     assert other.wait(600) == 64
     assert "LORA_R: " in (tmp_path / "d/out").read_text()
+
+
+def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, tmp_path, monkeypatch, capsys):
+    from recipe import hub as recipe_hub
+    from recipe import resume
+
+    def look(folder: str, **settings: str) -> tuple[int, str]:
+        with monkeypatch.context() as patch:
+            for name, value in {"RUN_DIR": str(tmp_path / folder), "ADAPTER_REPO": ADAPTER, **settings}.items():
+                patch.setenv(name, value)
+            code = resume.main([])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    code, text = look("a")
+    assert code == 0 and "the training begins at the base model" in text and f"{ADAPTER} can be written" in text
+    for step in (100, 200):  # saved, but the machine went before they were pushed
+        folder = tmp_path / f"a/checkpoints/checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(b"adapter %d" % step)
+        checkpoints.seal(folder, Settings.load({}))
+    assert look("a")[0] == 0
+    assert [c.message for c in hub.repo(ADAPTER).commits[1:]] == ["checkpoint-100", "checkpoint-200"]
+    code, text = look("b")
+    assert code == 0 and "goes on from checkpoint-200" in text
+    code, text = look("c", LORA_R="8")
+    assert code == 64 and "LORA_R: 32 in the checkpoint, 8 now" in text
+    code, text = look("c", RESUME="never")
+    assert code == 64 and "choose another RUN_DIR or ADAPTER_REPO" in text
+    hub.tokens["hf_read"] = "read"
+    code, text = look("c", HF_TOKEN="hf_read")
+    assert code == 69 and "HF_TOKEN may not write to me/adapter" in text and "Traceback" not in text
+    monkeypatch.setattr(recipe_hub, "FIRST_WAIT", 0.01)
+    hub.fail(10_000, "reset", "/api/")
+    code, text = look("c")
+    assert code == 69 and "still failing after" in text and "Traceback" not in text

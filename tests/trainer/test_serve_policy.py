@@ -68,9 +68,12 @@ def test_wrong_usage_is_64(arguments, settings, said):
     assert result.returncode == 64 and said in result.stderr, result.stderr
 
 
-def test_weight_routes_on_a_public_address_are_warned_of():
-    assert "POLICY_HOST=0.0.0.0" in run("--mode", "train", "--print-command", POLICY_HOST="0.0.0.0").stderr
-    assert "WARNING" not in run("--mode", "train", "--print-command").stderr
+def test_weight_routes_without_a_key_are_told_at_start():
+    anywhere = run("--mode", "train", "--print-command", POLICY_HOST="0.0.0.0").stderr
+    assert "WARNING" in anywhere and "whoever reaches 0.0.0.0:8001 can replace the policy's weights" in anywhere
+    loopback = run("--mode", "train", "--print-command").stderr
+    assert "ask for no key" in loopback and "WARNING" not in loopback
+    assert "key" not in run("--mode", "eval", "--print-command", POLICY_HOST="0.0.0.0").stderr
 
 
 def test_busy_port_is_named_before_anything_starts():
@@ -83,3 +86,14 @@ def test_busy_port_is_named_before_anything_starts():
 def test_help():
     result = run("--help")
     assert result.returncode == 0 and "--mode train" in result.stdout and "Exit codes" in result.stdout
+
+
+def test_addresses_on_several_machines():
+    from recipe.config import Settings, SettingsError
+
+    alone = Settings.load({"POLICY_PORT": "9001"})
+    assert (alone.policy_url, alone.env_url) == ("http://127.0.0.1:9001", "http://127.0.0.1:8002")
+    apart = Settings.load({"POLICY_URL": "http://10.0.0.1:8001/", "ENV_URL": "http://10.0.0.2:8002"})
+    assert (apart.policy_url, apart.env_url) == ("http://10.0.0.1:8001", "http://10.0.0.2:8002")
+    with pytest.raises(SettingsError, match="POLICY_URL='10.0.0.1:8001': must be http://HOST:PORT"):
+        Settings.load({"POLICY_URL": "10.0.0.1:8001"})

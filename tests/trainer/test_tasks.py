@@ -181,3 +181,30 @@ def test_the_pinned_lists_are_those_of_the_recipe():
     notebooks = [{t.name.rsplit("_qa_", 1)[0] for t in tasks.tasks} for tasks in (train, test)]
     assert not notebooks[0] & notebooks[1]
     assert not {t.sha256 for t in train.tasks} & {t.sha256 for t in test.tasks}
+
+
+def test_the_trainer_takes_the_tasks_in_the_order_of_the_list(tmp_path):
+    """The server serves them sorted by name, which is not the recipe's order."""
+    import dataclasses
+
+    import train_lora
+    from recipe.config import Settings
+
+    pinned = hub_tasks.TaskList.read(REPO / "data/train.json").tasks[:50]
+    names = [task.name for task in pinned]
+    assert names != sorted(names)
+    settings = dataclasses.replace(Settings.load({}), run_dir=str(tmp_path))
+
+    class Server:
+        def prompt_rows(self):
+            return [{"prompt": [{"role": "user", "content": f"Question of {n}"}], "task": n} for n in sorted(names)]
+
+    def order() -> list[str]:
+        return [row["prompt"][0]["content"].split()[-1] for row in train_lora.task_dataset(settings, Server())]
+
+    assert order() == sorted(names), "without a list the server's order counts"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/train.json").write_text(json.dumps({"split": "train", "tasks": names}))
+    assert order() == names
+    settings = dataclasses.replace(settings, seed=1)
+    assert order() != names and sorted(order()) == sorted(names)

@@ -1,0 +1,78 @@
+"""Where a training goes on: the newest whole checkpoint of the run folder and of the adapter repository.
+
+    RUN_DIR=runs/a python -m recipe.resume      # finds and fetches it, trains nothing; run_job.sh does so first
+
+So a token without write rights, a repository of another run and changed settings are told before a server is started.
+Exit codes: 0 ok; 64 wrong settings, or a checkpoint of other settings; 69 the Hub refused or could not be reached.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from recipe import checkpoints, hub
+from recipe.config import Settings, SettingsError
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.hub import CheckpointPusher
+
+
+def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, CheckpointPusher | None]:
+    """The checkpoint to go on from, and the way to the adapter repository; each None when there is none.
+
+    Whole checkpoints of the run folder that the repository lacks are pushed: a crash came between.
+    Raises SettingsError, CheckpointError, HubError.
+    """
+    root = settings.run_path / "checkpoints"
+    newest = checkpoints.newest_checkpoint(root)
+    pusher, there = None, set()
+    if settings.adapter_repo:
+        pusher = CheckpointPusher(settings.adapter_repo)
+        there = pusher.open()
+    if resume == "never":
+        if newest or there:
+            raise SettingsError(f"RESUME=never, but {newest or settings.adapter_repo} holds checkpoints that a later "
+                                "resume would take for this run's: choose another RUN_DIR or ADAPTER_REPO.")
+        return None, pusher
+    if pusher:
+        newest = hub.fetch_newest(settings.adapter_repo, root, above=checkpoints.step_of(newest) if newest else 0
+                                  ) or newest
+    if newest:
+        checkpoints.check_settings(newest, settings)
+        if pusher:
+            for folder in checkpoints.folders(root):
+                if checkpoints.step_of(folder) not in there and checkpoints.damage(folder) is None:
+                    pusher.push(folder)
+    return newest, pusher
+
+
+def adopt(checkpoint: Path, adapter: Path) -> None:
+    """Makes the checkpoint of a run that had all its steps the final adapter."""
+    adapter.mkdir(exist_ok=True)
+    for name in hub.ROOT_FILES:
+        if (checkpoint / name).exists():
+            shutil.copyfile(checkpoint / name, adapter / name)
+
+
+def main(argv: list[str] | None = None) -> int:
+    Parser(__doc__).parse_args(argv)
+    try:
+        settings = Settings.load()
+        checkpoint, pusher = open_checkpoints(settings, settings.resume)
+        if pusher:
+            pusher.finish()
+            print(f"{settings.adapter_repo} can be written", flush=True)
+    except (SettingsError, checkpoints.CheckpointError) as err:
+        print(f"nothing was started:\n{err}", file=sys.stderr)
+        return EXIT_USAGE
+    except hub.HubError as err:
+        print(f"nothing was started: {err}", file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    print(f"the training goes on from {checkpoint.name}" if checkpoint else "the training begins at the base model",
+          flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
