@@ -7,7 +7,8 @@
     python3 launch.py eval  --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # final comparison
 
 It needs a token that may write to your repositories and run jobs (`hf auth login` or HF_TOKEN), and huggingface_hub 2,
-which the recipe's other environments cannot have: it makes an environment of its own on its first run.
+which the recipe's other environments cannot have: it makes an environment of its own on its first run. With
+--env SANDBOX=daytona or e2b, their key is taken from the environment and becomes a secret of the job.
 Exit codes: 0 planned or started; 64 wrong arguments, or a check failed and nothing was started; 69 the Hub can't be
 reached, or no environment could be made.
 """
@@ -21,7 +22,9 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+from recipe import sandbox_keys
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
@@ -56,6 +59,8 @@ class Job:
     hours: float
     env: dict[str, str]
     settings: Settings
+    step_seconds: tuple[float, float] = (FAST_STEP, SLOW_STEP)
+    measured: str = ""  # the run folder that step_seconds comes from
 
     @property
     def adapter_repo(self) -> str:
@@ -68,30 +73,52 @@ class Job:
             image=IMAGE, flavor=self.flavor, timeout=f"{self.hours:g}h", env=self.env,
             labels=LABEL | {"kind": self.kind},
             command=["bash", "-c", f"pip -q install huggingface_hub && {fetch} && bash /app/{KINDS[self.kind].script}"],
-            expose_public=[self.settings.public_port])
+            # Sandboxes of other providers come back through a forwarder of their own.
+            **({"expose_public": [self.settings.public_port]} if self.settings.sandbox == "hf-sandbox" else {}))
+
+    @property
+    def secrets(self) -> list[str]:
+        """Names of the job's secrets."""
+        return ["HF_TOKEN"] + ([sandbox_keys.KEYS[self.settings.sandbox][0]] if self.forwarded else [])
+
+    @property
+    def forwarded(self) -> bool:
+        return self.settings.sandbox not in ("hf-sandbox", "local")
 
     @property
     def estimate(self) -> tuple[float, float] | None:
-        """Hours of training from the recipe's figures, (few, many); None for jobs that have no such figure."""
+        """Hours of training, (few, many), at step_seconds; None for jobs that have no such figure."""
         if self.kind != "train":
             return None
-        return tuple((SET_UP + step * self.settings.max_steps) / 3600 for step in (FAST_STEP, SLOW_STEP))
+        return tuple((SET_UP + step * self.settings.max_steps) / 3600 for step in self.step_seconds)
 
     def dollars(self, hours: float) -> float:
         sandboxes = self.settings.max_inflight if self.settings.sandbox == "hf-sandbox" else 0
         return hours * (PRICES[self.flavor] + EXPOSED_PORT + SANDBOX * sandboxes)
 
     def describe(self) -> str:
-        spec = self.arguments | {"secrets": {"HF_TOKEN": "(your token)"}}
+        spec = self.arguments | {"secrets": {name: "(not shown)" for name in self.secrets}}
         lines = [f"{name:14} {json.dumps(value)}" for name, value in spec.items()]
         lines.append(f"price          ${PRICES[self.flavor] + EXPOSED_PORT:.2f} an hour for {self.flavor}, and up to "
                      f"${self.dollars(1) - PRICES[self.flavor] - EXPOSED_PORT:.2f} for sandboxes")
         if self.estimate:
             few, many = self.estimate
+            source = f"measured in {self.measured}" if self.measured else "the recipe's figures; --from-run takes yours"
             lines.append(f"expected       {few:.1f} to {many:.1f} h for {self.settings.max_steps} steps and set-up, "
                          f"${self.dollars(few):.0f} to ${self.dollars(many):.0f}; the final evaluation comes on top")
+            lines.append(f"               {self.step_seconds[0]:.0f} to {self.step_seconds[1]:.0f} s a step ({source})")
         lines.append(f"at most        {self.hours:g} h, ${self.dollars(self.hours):.0f}: the time limit ends the job")
         return "\n".join(lines)
+
+
+def seconds_of(run: Path) -> tuple[float, float]:
+    """Seconds a step of a run of one's own: median, and the 90th percentile. Raises SettingsError."""
+    try:
+        steps = sorted(json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines())
+        return steps[len(steps) // 2], steps[len(steps) * 9 // 10]
+    except (OSError, ValueError, KeyError, IndexError) as err:
+        raise SettingsError(f"--from-run {run}: its metrics.jsonl has no steps ({err}): name the folder of a run that "
+                            "was trained on the machine of this job.") from None
 
 
 def plan(args: argparse.Namespace) -> Job:
@@ -106,11 +133,17 @@ def plan(args: argparse.Namespace) -> Job:
         env[name] = value
     env.setdefault("MAX_STEPS", "1000")
     settings = Settings.load(env, preset="job")
-    flavor, hours = args.flavor or kind.flavor, args.hours or kind.hours
+    flavor, hours = args.flavor or kind.flavor, kind.hours if args.hours is None else args.hours
     if flavor not in PRICES:
         raise SettingsError(f"--flavor {flavor}: must be one of {', '.join(PRICES)}; the recipe needs their memory.")
+    if hours <= 0:
+        raise SettingsError(f"--hours {hours:g}: must be above 0; without a time limit of its own a job ends after 30 "
+                            "minutes.")
+    if settings.sandbox != "hf-sandbox":  # whose key is the token, looked at later
+        sandbox_keys.check(settings.sandbox, os.environ)
     code = args.code_repo or f"{args.adapter_repo.split('/')[0]}/lfm-opencode-lora-rl-code"
-    job = Job(args.kind, code, flavor, hours, env, settings)
+    job = Job(args.kind, code, flavor, hours, env, settings,
+              *((seconds_of(args.from_run), str(args.from_run)) if args.from_run else ()))
     if job.estimate and job.estimate[1] > hours:
         raise SettingsError(f"{settings.max_steps} steps may take {job.estimate[1]:.1f} h, the job would end after "
                             f"{hours:g} h: raise --hours or lower MAX_STEPS.")
@@ -129,10 +162,13 @@ def submit(job: Job) -> None:
     api.upload_folder(repo_id=job.code_repo, folder_path=REPO, ignore_patterns=[*LEFT_OUT],
                       commit_message="Code of the recipe")
     print(f"code uploaded to https://huggingface.co/{job.code_repo}")
-    info = api.run_job(**job.arguments, secrets={"HF_TOKEN": get_token()}, namespace=job.code_repo.split("/")[0])
-    print(f"started        {info.url}\nlog            hf jobs logs -f {info.id}\n"
-          f"stop           hf jobs cancel {info.id}\n"
-          f"capture proxy  https://{info.id}--{job.settings.public_port}.hf.jobs/capture")
+    owner = job.code_repo.split("/")[0]
+    secrets = {name: get_token() if name == "HF_TOKEN" else os.environ[name] for name in job.secrets}
+    info = api.run_job(**job.arguments, secrets=secrets, namespace=owner)
+    print(f"started        {info.url}\nlog            hf jobs logs -f {owner}/{info.id}\n"
+          f"stop           hf jobs cancel {owner}/{info.id}")
+    if not job.forwarded:
+        print(f"capture proxy  https://{info.id}--{job.settings.public_port}.hf.jobs/capture")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -144,7 +180,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--flavor", help="machine (default: h200x2 to train, h200 to evaluate)")
     parser.add_argument("--hours", type=float, help="time limit (default: 72 to train, 48 to evaluate)")
     parser.add_argument("--max-price", type=float, metavar="DOLLARS", help="refuse a job that could cost more")
-    parser.add_argument("--submit", action="store_true", help="upload the code and start the job")
+    parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="estimate from the steps of this finished run")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--dry-run", action="store_true", help="check and show, start nothing (the default)")
+    what.add_argument("--submit", action="store_true", help="upload the code and start the job")
     return parser.parse_args(argv)
 
 

@@ -28,7 +28,25 @@ def check_token(api: Any, job: Any) -> str:
     if role == "read":
         raise CheckFailed(f"the token of {who['name']} can only read: make one that writes to your repositories and "
                           f"runs jobs at {TOKENS}")
+    missing = missing_rights(who, job)
+    if missing:
+        raise CheckFailed(f"the fine-grained token of {who['name']} lacks {', '.join(missing)}: add them at {TOKENS}")
     return f"{who['name']}, role {role}"
+
+
+def missing_rights(who: dict[str, Any], job: Any) -> list[str]:
+    """Rights that the job needs and a fine-grained token says that it has not; nothing for other tokens."""
+    rights = who.get("auth", {}).get("accessToken", {}).get("fineGrained")
+    if not rights:
+        return []
+    missing = []
+    for right, repo in (("job.write", job.code_repo), ("repo.write", job.code_repo), ("repo.write", job.adapter_repo)):
+        owner = repo.split("/")[0]
+        given = {p for scope in rights.get("scoped", []) for p in scope.get("permissions", [])
+                 if scope.get("entity", {}).get("name") in (owner, repo)} | set(rights.get("global", []))
+        if right not in given:
+            missing.append(f"{right} of {owner if right == 'job.write' else repo}")
+    return list(dict.fromkeys(missing))
 
 
 def check_jobs(api: Any, job: Any) -> str:
@@ -90,11 +108,15 @@ def check_tasks(api: Any, job: Any) -> str:
     for split in ("train", "test"):
         pinned = json.loads((REPO / "data" / f"{split}.json").read_text())
         name = f"{pinned['dataset']}@{pinned['revision'][:12]}"
+        page = f"https://huggingface.co/datasets/{pinned['dataset']}"
         try:
             api.repo_info(pinned["dataset"], repo_type="dataset", revision=pinned["revision"])
-        except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as err:
-            raise CheckFailed(f"{name} can't be read ({type(err).__name__}): see https://huggingface.co/datasets/"
-                              f"{pinned['dataset']}") from None
+            api.auth_check(pinned["dataset"], repo_type="dataset")  # a gated one shows itself, but not its files
+        except GatedRepoError:
+            raise CheckFailed(f"{name} is gated: accept its conditions at {page} with the account of this token"
+                              ) from None
+        except (RepositoryNotFoundError, RevisionNotFoundError) as err:
+            raise CheckFailed(f"{name} can't be read ({type(err).__name__}): see {page}") from None
         found.append(name)
     return ", ".join(found)
 

@@ -32,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
 
     HUB.repos, HUB.lfs_store, HUB.jobs, HUB.requests, HUB.faults = {}, {}, {}, [], []
     HUB.on_job, HUB.on_end = [], []
-    HUB.tokens, HUB.job_rights = {"hf_write": "write"}, True
+    HUB.tokens, HUB.job_rights, HUB.rights = {"hf_write": "write"}, True, None
     monkeypatch.setenv("HF_TOKEN", "hf_write")
     monkeypatch.setattr(_http.http_backoff, "__kwdefaults__",
                         _http.http_backoff.__kwdefaults__ | {"base_wait_time": 0.01, "max_wait_time": 0.01})

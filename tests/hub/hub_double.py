@@ -90,6 +90,7 @@ class HubDouble:
         self.tokens = {TOKEN: "write"}
         self.user = "me"
         self.job_rights = True
+        self.rights: dict[str, Any] | None = None  # what whoami says of a fine-grained token
         self.lfs_store: dict[str, bytes] = {}
         self.jobs: dict[str, dict[str, Any]] = {}
         self.on_job: list[Callable[[str, dict[str, Any]], None]] = []  # called with each new job's id and record
@@ -218,7 +219,7 @@ class HubHandler(BaseHTTPRequestHandler):
         repo, role = self.hub.repos.get((kind, name)), self.role()
         if repo is None or (repo.private and role is None):
             raise HttpError(404 if role else 401, "Repository not found", "RepoNotFound")
-        if repo.gated and not write and self.command in ("GET", "HEAD") and "/resolve/" in self.path:
+        if repo.gated and not write and re.search("/resolve/|/auth-check$", self.path):
             raise HttpError(403, f"Access to model {name} is restricted and you are not in the authorized list.",
                             "GatedRepo")
         if write and (role != "write" or name.split("/")[0] != self.hub.user):
@@ -243,8 +244,11 @@ class HubHandler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.role() is None:
             raise HttpError(401, "Invalid username or password.")
+        token = {"displayName": "t", "role": self.role()}
+        if self.hub.rights is not None:
+            token |= {"role": "fineGrained", "fineGrained": self.hub.rights}
         self.send(200, {"type": "user", "name": self.hub.user, "orgs": [],
-                        "auth": {"type": "access_token", "accessToken": {"displayName": "t", "role": self.role()}}})
+                        "auth": {"type": "access_token", "accessToken": token}})
 
     def create(self) -> None:
         wanted = self.json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def launcher() -> str:
     return made.stdout.strip()
 
 
+def scoped(*permissions: str) -> dict:
+    """What whoami says of a fine-grained token with these rights in its owner's namespace."""
+    return {"canReadGatedRepos": False, "global": [],
+            "scoped": [{"entity": {"_id": "1", "type": "user", "name": "me"}, "permissions": list(permissions)}]}
+
+
 @pytest.fixture
 def world(hub: HubDouble) -> HubDouble:
     """The double with what a job reads."""
@@ -36,8 +43,8 @@ def world(hub: HubDouble) -> HubDouble:
 
 
 def launch(launcher: str, hub: HubDouble, home: Path, *arguments: str, token: str | None = "hf_write",
-           kind: str = "train", adapter: str = ADAPTER) -> subprocess.CompletedProcess[str]:
-    environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, home, token)
+           kind: str = "train", adapter: str = ADAPTER, **more: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, home, token) | more
     return subprocess.run([launcher, "launch.py", kind, "--adapter-repo", adapter, *arguments], cwd=REPO,
                           env=environ, capture_output=True, text=True, timeout=120)
 
@@ -71,7 +78,7 @@ def test_submit_uploads_the_code_and_starts_the_job(world, launcher, tmp_path, k
     assert spec["secrets"] == {"HF_TOKEN": "hf_write"}
     assert spec["command"] == ["bash", "-c", "pip -q install huggingface_hub && "
                                              f"hf download {CODE} --local-dir /app && bash /app/{script}"]
-    for text in (f"/jobs/me/{number}", f"hf jobs logs -f {number}", f"https://{number}--8000.hf.jobs/capture"):
+    for text in (f"/jobs/me/{number}", f"hf jobs logs -f me/{number}", f"https://{number}--8000.hf.jobs/capture"):
         assert text in done.stdout
     assert world.repo(CODE).private
     uploaded = world.repo(CODE).files()
@@ -89,6 +96,11 @@ def test_submit_uploads_the_code_and_starts_the_job(world, launcher, tmp_path, k
     ("hf_write", lambda hub: setattr(hub.repo(MODEL), "gated", True), f"https://huggingface.co/{MODEL}"),
     ("hf_write", lambda hub: hub.repos.pop(("dataset", "FineEnvs/SmolDataEnvs-harbor-test")),
      "harbor-test@b130595b579f can't"),
+    ("hf_write", lambda hub: setattr(hub.repo("FineEnvs/SmolDataEnvs-harbor-train", "dataset"), "gated", True),
+     "accept its conditions at https://huggingface.co/datasets/FineEnvs/SmolDataEnvs-harbor-train"),
+    ("hf_write", lambda hub: setattr(hub, "rights", scoped("repo.write")), "lacks job.write of me: add them at"),
+    ("hf_write", lambda hub: setattr(hub, "rights", scoped("job.write")),
+     f"lacks repo.write of {CODE}, repo.write of {ADAPTER}: add them at"),
 ])
 def test_what_would_fail_later_is_refused_now(world, launcher, tmp_path, token, spoil, message):
     spoil(world)
@@ -96,6 +108,12 @@ def test_what_would_fail_later_is_refused_now(world, launcher, tmp_path, token, 
     assert done.returncode == 64, done.stdout + done.stderr
     assert message in done.stdout and "nothing was started" in done.stderr
     assert not world.jobs and ("model", CODE) not in world.repos
+
+
+def test_a_fine_grained_token_with_all_rights_passes(world, launcher, tmp_path):
+    world.rights = scoped("job.write", "repo.write")
+    done = launch(launcher, world, tmp_path)
+    assert done.returncode == 0 and "me, role fineGrained" in done.stdout, done.stdout
 
 
 def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
@@ -109,16 +127,45 @@ def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
     (["--hours", "10"], "1000 steps may take 25.2 h"),
     (["--max-price", "100"], "--max-price allows $100"),
     (["--flavor", "cpu-basic"], "must be one of h200"),
+    (["--hours", "0"], "--hours 0: must be above 0"),
+    (["--env", "SANDBOX=e2b"], "SANDBOX=e2b needs E2B_API_KEY"),
+    (["--from-run", "/nonexistent"], "its metrics.jsonl has no steps"),
+    (["--dry-run", "--submit"], "not allowed with argument"),
 ])
 def test_wrong_arguments_cost_no_request(hub, launcher, tmp_path, arguments, message):
     done = launch(launcher, hub, tmp_path, *arguments)
     assert done.returncode == 64 and message in done.stderr and not hub.requests
 
 
-def test_an_unreachable_hub_is_told_apart(world, launcher, tmp_path):
-    world.fail(1000, "reset", "whoami")
+@pytest.mark.parametrize(("fault", "where"), [("reset", "whoami"), (500, "auth-check")])
+def test_an_unreachable_hub_is_told_apart(world, launcher, tmp_path, fault, where):
+    world.repo(ADAPTER)
+    world.fail(1000, fault, where)
     done = launch(launcher, world, tmp_path, "--submit")
     assert done.returncode == 69 and "the Hub could not be asked" in done.stderr and not world.jobs
+
+
+def test_keys_of_other_sandboxes_become_secrets_and_no_port_is_exposed(world, launcher, tmp_path):
+    world.repo(ADAPTER)
+    done = launch(launcher, world, tmp_path, "--submit", "--env", "SANDBOX=daytona", DAYTONA_API_KEY="dtn_1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (job,) = world.jobs.values()
+    assert job["spec"]["secrets"] == {"HF_TOKEN": "hf_write", "DAYTONA_API_KEY": "dtn_1"}
+    assert "expose" not in job["spec"] and "dtn_1" not in done.stdout and "hf.jobs" not in done.stdout
+
+
+def test_a_run_of_ones_own_replaces_the_recipes_figures(world, launcher, tmp_path):
+    lines = [json.dumps({"seconds": seconds}) for seconds in [20.0] * 9 + [40.0, 50.0]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    done = launch(launcher, world, tmp_path, "--from-run", str(tmp_path))
+    assert "5.7 to 11.3 h for 1000 steps" in done.stdout and "20 to 40 s a step (measured in" in done.stdout
+
+
+def test_the_readme_shows_the_plan_as_it_is_printed(world, launcher, tmp_path):
+    done = launch(launcher, world, tmp_path, "--env", "MAX_STEPS=20", "--dry-run",
+                  adapter="me/LFM2.5-2.6B-opencode-lora-RL")
+    shown = re.sub(r"\bme\b", "YOU", done.stdout)
+    assert f"--env MAX_STEPS=20\n{shown}```" in (REPO / "README.md").read_text(encoding="utf-8"), shown
 
 
 def test_any_python_can_start_it(world, launcher, tmp_path):
