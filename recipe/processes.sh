@@ -73,12 +73,10 @@ check_servers() {
 
 # supervise NAME: waits for the end of NAME and returns its code; the death of any other process ends the job.
 supervise() {
-  local name=$1 code=0 other pids
+  local name=$1 code=0
   while is_alive "$name"; do
     check_servers "$name"
-    pids=()
-    for other in "${JOB_RUNNING[@]}"; do pids+=("${JOB_PID[$other]}"); done
-    wait -n "${pids[@]}" || true # returns when any of them ends; the loop finds out which
+    sleep 0.3 # wait -n would not see a process that ended since the line above, and wait for another one's end
   done
   wait "${JOB_PID[$name]}" || code=$?
   forget "$name"
