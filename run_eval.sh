@@ -56,5 +56,7 @@ start_policy eval
 start_env
 step eval "base against $ADAPTER on $N_TASKS held-out tasks (log $LOGS/eval.log)"
 run_eval --adapter "${found[0]}" --source "${found[1]}" --results "${found[2]}"
-step finish "results $RUN_DIR/eval/${found[2]}.json${ADAPTER_REPO:+, and eval/ of $ADAPTER_REPO}"
+write_report
+step finish "results $RUN_DIR/eval/${found[2]}.json${ADAPTER_REPO:+, and eval/ of $ADAPTER_REPO}
+         to read $RUN_DIR/report/index.html"
 exit "$EVAL_CODE"

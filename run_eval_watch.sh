@@ -59,5 +59,6 @@ start_policy eval
 start_env
 step watch "waiting for checkpoints in ${CHECKPOINTS:-$ADAPTER_REPO} (log $LOGS/eval.log)"
 EVAL_SCRIPT=eval_watch.py run_eval "${source_arguments[@]}"
+write_report
 step finish "learning curve $RUN_DIR/eval/summary.json"
 exit "$EVAL_CODE"

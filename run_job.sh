@@ -69,11 +69,13 @@ fi
 step eval "base against adapter on $N_TASKS held-out tasks (log $LOGS/eval.log)"
 run_eval --label adapter
 
+write_report
 step finish "adapter     $RUN_DIR/adapter
          checkpoints $RUN_DIR/checkpoints
          metrics     $RUN_DIR/metrics.jsonl
          results     $RUN_DIR/eval/final_results.json
          cells       $RUN_DIR/eval/cells.jsonl
          rollouts    $RUN_DIR/trials
+         to read     $RUN_DIR/report/index.html
          logs        $LOGS"
 exit "$EVAL_CODE"

@@ -32,6 +32,26 @@ source ./setup.sh
 setup_all
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
+# setup_browser: a test reads the report's page as a browser shows it.
+setup_browser() {
+  local name
+  for name in chromium-headless-shell chromium chromium-browser google-chrome; do
+    if CHROMIUM=${CHROMIUM:-$(command -v "$name")}; then export CHROMIUM; return; fi
+  done
+  if [[ $(id -u) == 0 && -z ${1:-} ]] && command -v apt-get >/dev/null; then
+    setup_say "installing Chromium with apt-get, for the test of the report's page"
+    export DEBIAN_FRONTEND=noninteractive
+    { apt-get update -q && for name in chromium-headless-shell chromium; do
+      if apt-get install -y -q --no-install-recommends "$name"; then break; fi
+    done; } >>"$CACHE_PATH/setup.log" 2>&1 || true
+    setup_browser again
+    return
+  fi
+  setup_fail "the trainer's tests open a page in Chromium, and there is none: run 'apt-get update && apt-get install -y
+  chromium' as root, install Google Chrome, or name a binary in CHROMIUM"
+}
+if [[ " ${groups[*]} " == *" trainer "* ]]; then setup_browser; fi
+
 tools=$(dirname "$TRAINER_PYTHON")
 failed=()
 run() {

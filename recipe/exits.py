@@ -7,7 +7,9 @@ and the env server's use this file.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_UNGRADED = 2
@@ -38,6 +40,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n")
+
+
+def missing_package(err: ModuleNotFoundError) -> str:
+    """What to do about a script that was started with an interpreter that lacks its packages."""
+    return (f"{Path(sys.executable).name} has no {err.name}: run this in the trainer's environment,\n"
+            f'  eval "$(bash setup.sh --local)" && "$TRAINER_PYTHON" {shlex.join(sys.argv)}')
 
 
 def markdown_table() -> str:

@@ -156,6 +156,18 @@ start_env() {
   wait_healthy env "$ENV_PORT" /health 600
 }
 
+# write_report: tables, curves and the page of rollouts, also sent to ADAPTER_REPO. Its failure costs nothing else.
+write_report() {
+  local code=0
+  step report "writing the report (log $LOGS/report.log)"
+  start_process report "$TRAINER_PYTHON" report.py "$RUN_DIR" ${ADAPTER_REPO:+--push "$ADAPTER_REPO"}
+  supervise report || code=$?
+  if ((code)); then
+    show_log report >&2
+    say "WARN the report failed with code $code; write it again with: $TRAINER_PYTHON report.py $RUN_DIR" >&2
+  fi
+}
+
 # run_eval ARGS...: eval_adapter.py or EVAL_SCRIPT; EVAL_CODE is 0, or 2 when cells stayed ungraded.
 run_eval() {
   EVAL_CODE=0

@@ -38,7 +38,7 @@ def learning_figure(summary: Mapping[str, Any]) -> Figure:
     """The figure of `learning_curve`."""
     points = sorted(summary["checkpoints"], key=lambda point: point["step"])
     base = summary.get("base")
-    figure = Figure(figsize=(7, 6), layout="constrained")
+    figure = Figure(figsize=(7, 5), layout="constrained")
     score, calls = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     if base and base["pass_at_1"] is not None:
         score.axhspan(*base["ci95"], color=BASE, alpha=0.15, lw=0)
@@ -58,8 +58,8 @@ def learning_figure(summary: Mapping[str, Any]) -> Figure:
     if costs:
         calls.plot(*zip(*costs, strict=True), color=ADAPTER, marker="o", label="checkpoint")
     calls.set(ylabel="tool calls a task", xlabel="optimizer step")
-    calls.set_ylim(bottom=0)
-    calls.xaxis.set_major_locator(MaxNLocator(integer=True))
+    calls.set_ylim(0, 1.3 * max([value for _, value in costs] + [base["mean_tool_calls"] or 0 if base else 0, 0.5]))
+    calls.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for panel in (score, calls):
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
@@ -91,7 +91,7 @@ def training_figure(records: Sequence[Mapping[str, Any]]) -> Figure:
     ratio.legend(fontsize="small")
     for panel in (reward, ratio, calls, speed):
         panel.grid(alpha=0.3)
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for panel in (calls, speed):
         panel.set(xlabel="optimizer step")
     return figure

@@ -32,6 +32,11 @@ class RolloutLog:
                                           "tool_calls": tool_calls, **session})
 
 
+def read(run: Path) -> list[dict[str, Any]]:
+    """The rollouts of a run folder, in the order in which they ended."""
+    return [r for r in json_lines.read(run / FILE) if {"time", "worker", "group"} <= r.keys()]
+
+
 def of_step(rollouts: list[dict[str, Any]], group: int, when: float) -> list[dict[str, Any]]:
     """The rollouts of the group `group` that a step trained at `when`: those of the worker that ran then."""
     found = [r for r in rollouts if r["group"] == group and r["time"] <= when]
