@@ -24,6 +24,7 @@ from pathlib import Path
 from recipe import hub, report, run_report
 from recipe.adapters import AdapterError, Spec
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
+from recipe.results_repo import OF_CHECKPOINT
 from recipe.run_report import CONVERSATIONS, METRICS, NothingToReport, Run
 from recipe.watchdog import write_atomic
 
@@ -51,7 +52,7 @@ def tables(run: Run, last_steps: int) -> list[tuple[str, str]]:
 
         parts.append(("Learning curve", render(run.summary)))
     for name, result in run.results.items():
-        if not name.startswith("checkpoint-"):
+        if not OF_CHECKPOINT.fullmatch(f"{name}.json"):  # those are the learning curve's
             label = result.get("adapter_name", "adapter")
             parts.append((f"Evaluation ({name})", report.render(result, label)))
     return parts

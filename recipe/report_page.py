@@ -82,6 +82,7 @@ def _counts(rollouts: list[Mapping[str, Any]]) -> str:
 def _rollout(r: Mapping[str, Any]) -> str:
     status = r.get("status") if r.get("status") in STATUSES else "ungraded"
     facts = [str(r.get("task") or "unknown task"), *([r["difficulty"]] if r.get("difficulty") else []),
+             *([f"sample {r['sample'] + 1}"] if r.get("sample") else []),
              "no reward" if r.get("reward") is None else f"reward {r['reward']:.3f}",
              *([f"{r['tool_calls']} tool calls"] if r.get("tool_calls") is not None else []),
              *([f"{r['seconds']:.1f} s"] if r.get("seconds") else [])]

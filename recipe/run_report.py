@@ -57,7 +57,7 @@ def of_repo(repo: str, revision: str | None, into: Path) -> Run:
         sha = HfApi().repo_info(repo, revision=revision).sha
         files = HfApi().list_repo_files(repo, revision=sha)
         steps = [place[0] for place in map(checkpoints.step_and_file, files) if place]
-        wanted = ["eval/*.json", f"eval/{CELLS}", f"report/*/{METRICS}", f"report/*/{CONVERSATIONS}"]
+        wanted = ["eval/*.json", f"eval/*{CELLS}", f"report/*/{METRICS}", f"report/*/{CONVERSATIONS}"]
         wanted += [f"checkpoint-{max(steps)}/trainer_state.json"] if steps else []
         snapshot_download(repo, revision=sha, local_dir=into, allow_patterns=wanted)
         return sha
@@ -70,7 +70,7 @@ def of_repo(repo: str, revision: str | None, into: Path) -> Run:
     if logged and (not found.steps or logged[-1]["step"] > found.steps[-1]["step"]):
         found.steps = logged
     read_eval(into / "eval", found)
-    cells = last_cells(into / "eval" / CELLS)
+    cells = last_cells(*sorted((into / "eval").glob(f"*{CELLS}")))  # those of each evaluation have its name there
     if not (found.steps or found.results or cells):
         raise NothingToReport(f"{repo} holds no run: neither a checkpoint nor results in eval/")
     found.rollouts = [r for folder in reversed(sent) for r in json_lines.read(folder / CONVERSATIONS)]
@@ -116,16 +116,16 @@ def read_eval(folder: Path, found: Run) -> None:
             found.notes.append(f"eval/{file.name} can't be read: {err}")
 
 
-def last_cells(file: Path) -> list[dict[str, Any]]:
-    """The last line of each task, model and sample, as the results count them."""
-    cells = {(c.get("task"), c.get("model"), c.get("sample", 0)): c for c in json_lines.read(file)}
+def last_cells(*files: Path) -> list[dict[str, Any]]:
+    """The last line of each task, model and sample."""
+    cells = {(c.get("task"), c.get("model"), c.get("sample", 0)): c for file in files for c in json_lines.read(file)}
     return [cell for cell in cells.values() if cell.get("task") and cell.get("model") and cell.get("status")]
 
 
 def of_cells(cells: Iterable[dict[str, Any]]) -> list[Rollout]:
-    keep = ("task", "trial", "status", "reward", "reason", "tool_calls", "seconds", "difficulty")
+    keep = ("task", "trial", "status", "reward", "reason", "tool_calls", "seconds", "difficulty", "sample")
     return [{"section": f"evaluation: {cell['model']}"} | {key: cell.get(key) for key in keep}
-            for cell in sorted(cells, key=lambda c: (c["model"], c["task"]))]
+            for cell in sorted(cells, key=lambda c: (c["model"], c["task"], c.get("sample", 0)))]
 
 
 def of_training(run: Path, found: Run, last_steps: int) -> list[Rollout]:
@@ -161,15 +161,14 @@ def with_conversations(rollouts: list[Rollout], trials: Path | None) -> list[Rol
 
 
 def curve_of(found: Run) -> dict[str, Any]:
-    """The learning curve: the watcher's, or the final evaluation as its only point."""
+    """The learning curve: the watcher's, or the full evaluations as its points."""
     if found.summary.get("checkpoints"):
         return found.summary
-    final = found.results.get("final_results")
-    if not final:
-        return {"checkpoints": [], "base": None}
-    last = found.steps[-1]["step"] if found.steps else (final.get("settings") or {}).get("max_steps", 0)
-    return {"base": final["base"], "checkpoints": [
-        {"step": last, **{key: final[key] for key in ("base", "adapter", "agreement", "tasks")}}]}
+    last = found.steps[-1]["step"] if found.steps else 0
+    points = {int(step[1]) if (step := checkpoints.NAME.match(name)) else last: result
+              for name, result in found.results.items()}
+    return {"checkpoints": [{"step": step, **points[step]} for step in sorted(points)],
+            "base": points[max(points)]["base"] if points else None}
 
 
 def step_table(steps: list[dict[str, Any]]) -> str:

@@ -39,7 +39,7 @@ def repo(hub):
 
     made = hub.repo(REPO)
     made.add("run", {"checkpoint-9/trainer_state.json": state(9), "checkpoint-10/trainer_state.json": state(10),
-                     "checkpoint-10/optimizer.pt": b"large", "eval/cells.jsonl": "".join(
+                     "checkpoint-10/optimizer.pt": b"large", "eval/final_cells.jsonl": "".join(
                          json.dumps(c) + "\n" for c in cells).encode(),
                      "eval/final_results.json": json.dumps(result).encode()})
     return made
