@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 # Keys in HarborRolloutResult.phase_timings: arrival of the first model call, end of the last one's answer, seconds in
-# which at least one was under way, HTTP status of the last answer (0: none yet) and calls that have none.
+# which at least one was under way, HTTP status of the last answer (0: none yet), calls that have none, and calls that
+# failed for no fault of their own.
 FIRST_CALL = "first_model_call"
 LAST_CALL = "last_model_call"
 MODEL_SECONDS = "model_seconds"
 LAST_STATUS = "last_model_status"
 UNDER_WAY = "model_calls_under_way"
+FAILED = "failed_model_calls"
+OWN_FAULT = (400, 413, 422)  # the proxy passes these on: a prompt that is too long, for instance
 
 
 @dataclass
@@ -30,6 +33,7 @@ class _Calls:
     busy: float = 0.0  # seconds, of the times that are over
     since: float = 0.0  # of the time that is not
     status: int = 0
+    failed: int = 0
 
 
 class CallTimes:
@@ -43,14 +47,14 @@ class CallTimes:
         self._rollouts[session_id] = _Calls()
 
     def end(self, session_id: str) -> dict[str, float]:
-        """The five values above, or {} for a rollout that called no model. A call under way lasts until now."""
+        """The six values above, or {} for a rollout that called no model. A call under way lasts until now."""
         calls = self._rollouts.pop(session_id)
         if calls.first is None:
             return {}
         now = time.time()
         return {FIRST_CALL: calls.first, LAST_CALL: now if calls.under_way or calls.last is None else calls.last,
                 MODEL_SECONDS: calls.busy + (now - calls.since if calls.under_way else 0.0),
-                LAST_STATUS: calls.status, UNDER_WAY: calls.under_way}
+                LAST_STATUS: calls.status, UNDER_WAY: calls.under_way, FAILED: calls.failed}
 
     def around(self, app: Any) -> Any:
         """`app`, the capture proxy's ASGI app, with its model calls noted."""
@@ -64,6 +68,7 @@ class CallTimes:
             async def noting(message: Any) -> None:
                 if message["type"] == "http.response.start":
                     calls.status = message["status"]
+                    calls.failed += failed(calls.status)
                 await send(message)
 
             calls.first = calls.first or time.time()
@@ -79,6 +84,11 @@ class CallTimes:
                     calls.busy += calls.last - calls.since
 
         return noted
+
+
+def failed(status: float) -> bool:
+    """Whether an answer with this HTTP status says that the engine or the proxy failed."""
+    return status >= 400 and status not in OWN_FAULT
 
 
 def _key(scope: Any) -> str | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 
 import requests
 
-from recipe.config import Settings, SettingsError
+from recipe.config import Settings
 
 LOOKS, PAUSE = 3, 2.0  # a server under load may miss one look; seconds between two
 TIMEOUT_S = 20.0
@@ -16,12 +15,12 @@ TIMEOUT_S = 20.0
 
 def addresses(settings: Settings) -> dict[str, str]:
     """What -> URL that answers 200 while it is alive."""
-    from recipe.env_server import public_url
+    from recipe.sandbox_setup import public_url
 
     found = {"the policy server (see logs/policy*.log of the run folder)": f"{settings.policy_url}/health",
              "the env server (see logs/env.log of the run folder)": f"{settings.env_url}/health"}
-    with contextlib.suppress(SettingsError):  # a forwarder's address: only the env server knows it, and watches it
-        found["the route of the sandboxes to the capture proxy"] = f"{public_url(settings, os.environ)}/health"
+    if route := public_url(settings, os.environ):  # a forwarder's address only the env server knows, and watches
+        found["the route of the sandboxes to the capture proxy"] = f"{route}/health"
     return found
 
 

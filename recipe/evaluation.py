@@ -162,15 +162,11 @@ def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambd
         progress = Progress(run, jobs, finished.values(), say)
         watchdog.beat(run / watchdog.HEARTBEAT, "eval", cells=progress.done, of=len(jobs))
 
-        def keep(cell: Cell) -> None:
-            log.append(cell)
+        def after(cell: Cell) -> None:
             progress.cell(cell)
             on_cell()
 
-        run_cells([job for job in jobs if job not in finished],
-                  lambda job: run_eval_rollout(settings, SPLIT, job.index, job.served),
-                  concurrency=settings.eval_concurrency, retries=settings.eval_retries, on_cell=keep,
-                  healthy=lambda: eval_health.problem(settings))
+        fill(settings, [job for job in jobs if job not in finished], log, after)
     finally:
         try:
             client.unload_adapter(plan.served)
@@ -185,6 +181,20 @@ def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambd
               "settings": settings.as_dict()}
     watchdog.write_atomic(plan.out, json.dumps(result, indent=2) + "\n")
     return result
+
+
+def fill(settings: Settings, jobs: Sequence[Job], log: CellLog, after: Callable[[Cell], None] = lambda cell: None
+         ) -> None:
+    """Runs `jobs` on the servers and writes each finished cell to `log`, then calls `after`. Raises
+    InfrastructureError."""
+
+    def keep(cell: Cell) -> None:
+        log.append(cell)
+        after(cell)
+
+    run_cells(jobs, lambda job: run_eval_rollout(settings, SPLIT, job.index, job.served),
+              concurrency=settings.eval_concurrency, retries=settings.eval_retries, on_cell=keep,
+              healthy=lambda: eval_health.problem(settings))
 
 
 def tasks_digest(tasks: Sequence[EvalTask], samples: int) -> str:

@@ -21,7 +21,7 @@ SETTINGS = ("dtype", "thinking", "temperature", "top_p", "top_k", "max_output_to
 # The files that decide what a rollout does and how it is graded, and the versions of OpenEnv and Harbor.
 CODE = ("requirements/env-server.txt", "serve_policy.sh", "recipe/call_times.py", "recipe/chat_template.py",
         "recipe/env_server.py", "recipe/grading.py", "recipe/harbor_sessions.py", "recipe/lost_model.py",
-        "recipe/opencode_*.py", "recipe/opencode_models.json", "recipe/sandbox_*.py", "recipe/seams.py")
+        "recipe/opencode_*.py", "recipe/opencode_models.json", "recipe/*sandbox*.py", "recipe/seams.py")
 
 
 def describe(settings: Settings, client: PolicyClient) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from recipe import opencode_binary, trial_files
 from recipe.call_times import CallTimes
 from recipe.config import Settings
 from recipe.gate import Gate
-from recipe.lost_model import MODEL_LOST, agent_error, lost_model
+from recipe.lost_model import MODEL_LOST, agent_error, answers, lost_model
 from recipe.opencode_settings import LEAN_CONFIG, LEAN_ENV
 
 VERSIONS = {"openenv": "0.10.0", "harbor": "0.25.0"}
@@ -112,7 +112,8 @@ def install(settings: Settings, capture_url: str, calls: CallTimes, gate: Gate |
 
     seams.SEAMS["opencode"] = opencode_seam(seams.SEAMS["opencode"], settings)
     rollout.build_trial_config = trial_config_builder(rollout.build_trial_config, settings, capture_url)
-    rollout.run_rollout = observed_rollout(rollout.run_rollout, calls, settings.keep_trials, gate)
+    rollout.run_rollout = observed_rollout(rollout.run_rollout, calls, settings.keep_trials, gate,
+                                           lambda: answers(settings.policy_url))
     environment._ROLLOUT_TIMEOUT_S = float(settings.agent_timeout + SETUP_TIMEOUT_S)
     sessions.evaluation_sampling = whole_policy(sessions.evaluation_sampling)
 
@@ -182,7 +183,8 @@ def trial_config_builder(stock: Callable[..., Any], settings: Settings, capture_
 
 
 def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, keep_trials: str,
-                     gate: Gate | None = None) -> Callable[..., Awaitable[Any]]:
+                     gate: Gate | None = None, engine_lives: Callable[[], bool] = lambda: True
+                     ) -> Callable[..., Awaitable[Any]]:
     """`stock` (run_rollout) that passes `gate` first, whose result says in `phase_timings` when its first and last
     model calls were and fails when the agent lost its model, and whose trial's folder is pruned once the result is
     made, unless `keep_trials` is "full"."""
@@ -207,7 +209,7 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, kee
         result.phase_timings |= times
         if result.trial_name:
             trial = Path(arguments["trials_dir"]) / result.trial_name
-            if why := lost_model(result, times, trial):
+            if why := await asyncio.to_thread(lost_model, result, times, trial, engine_lives):
                 result.ok, result.error, result.exception_type = False, why, MODEL_LOST
             elif result.exception_type and (why := agent_error(trial)):
                 result.error = why

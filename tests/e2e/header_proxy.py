@@ -9,10 +9,11 @@ from loopback import LoopbackServer
 
 
 class HeaderProxy(LoopbackServer):
-    """Forwards everything to 127.0.0.1:`target`; header names in `strip` (lower case) do not arrive there."""
+    """Forwards everything to 127.0.0.1:`target`; header names in `strip` (lower case) do not arrive there. With
+    `status` set it answers that, with a page of its own, as a route does that has lost its way."""
 
     def __init__(self, target: int) -> None:
-        self.target, self.strip, self.stripped = target, set[str](), 0
+        self.target, self.strip, self.stripped, self.status = target, set[str](), 0, 0
         super().__init__(_handler(self))
 
 
@@ -25,6 +26,9 @@ def _handler(proxy: HeaderProxy) -> type[BaseHTTPRequestHandler]:
             proxy.stripped += len(self.headers) - len(headers)
             headers["Connection"] = "close"
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if proxy.status:
+                self.send_error(proxy.status)
+                return
             upstream = http.client.HTTPConnection("127.0.0.1", proxy.target)
             try:
                 upstream.request(self.command, self.path, body or None, headers)

@@ -20,9 +20,9 @@ NOT_FOUND = {"type": "error", "error": {"name": "APIError", "data": {"message": 
 
 
 def rollout(folder: Path, statuses: list[int], event: dict | None, exception: str | None = AGENT_TIMEOUT,
-            held: bool = False) -> HarborRolloutResult:
+            held: bool = False, engine_lives: bool = True, stops: int = 0) -> HarborRolloutResult:
     """A rollout whose model calls were answered `statuses` (and, with `held`, one more has no answer), whose agent's
-    last event is `event`, and that ended with `exception`."""
+    last event is `event`, which the step budget ended `stops` times, and that ended with `exception`."""
     calls = CallTimes()
 
     async def stock(*, on_session_created, trials_dir):
@@ -46,13 +46,14 @@ def rollout(folder: Path, statuses: list[int], event: dict | None, exception: st
             file.write_text(json.dumps(TOOL_RUNS) + "\n" + json.dumps(event) + "\n")
         turn = {"turn": 0, "completion_token_ids": [5], "text": "x"}
         return HarborRolloutResult(trial_name="trial", reward=0.0, ok=exception is None, exception_type=exception,
-                                   error="timed out" if exception else None, turns=[turn])
+                                   error="timed out" if exception else None, turns=[turn], budget_stop_count=stops)
 
     tasks: list[asyncio.Task] = []
 
     async def run():
         try:
-            return await observed_rollout(stock, calls, "full")(trials_dir=str(folder))
+            rollout = observed_rollout(stock, calls, "full", None, lambda: engine_lives)
+            return await rollout(trials_dir=str(folder))
         finally:
             for task in tasks:
                 task.cancel()
@@ -63,7 +64,9 @@ def rollout(folder: Path, statuses: list[int], event: dict | None, exception: st
 @pytest.mark.parametrize(("what", "why"), [
     (dict(statuses=[200, 502], event=STEP_DONE), "the policy server failed .* answered 502"),
     (dict(statuses=[200, 502], event=STEP_DONE, held=True), "the policy server failed"),
+    (dict(statuses=[200, 502, 502, 200], event=LAST_STEP, exception=None, stops=1), "2 failed calls used up the step"),
     (dict(statuses=[200, 404], event=TOOL_RUNS, exception=None), "answered 404"),
+    (dict(statuses=[200], event=STEP_DONE, held=True, engine_lives=False), "the policy server went away"),
     (dict(statuses=[200], event=STEP_DONE), "the route to its public port was down"),
     (dict(statuses=[200], event=NOT_FOUND, exception="NonZeroAgentExitCodeError"),
      "NonZeroAgentExitCodeError: the agent ended with APIError 404: Not Found"),
@@ -75,10 +78,13 @@ def test_a_lost_model_has_no_grade(tmp_path, what, why):
 
 
 @pytest.mark.parametrize("what", [
-    dict(statuses=[200], event=TOOL_RUNS),  # a command of the agent that does not end
+    dict(statuses=[200], event=TOOL_RUNS, engine_lives=False),  # a command of the agent that does not end
     dict(statuses=[200], event=STEP_DONE, held=True),  # the engine is at work on the next turn
     dict(statuses=[502, 200], event=TOOL_RUNS),  # the engine came back
     dict(statuses=[200], event=LAST_STEP),
+    dict(statuses=[200, 200], event=LAST_STEP, exception=None, stops=1),
+    dict(statuses=[200, 400, 200], event=LAST_STEP, exception=None, stops=1),
+    dict(statuses=[200, 502, 200], event=LAST_STEP, exception=None),  # a repeated call that went well
     dict(statuses=[200, 400], event=STEP_DONE, exception=None),  # too long a prompt is the agent's own
     dict(statuses=[200], event=None),
     dict(statuses=[200, 200], event=LAST_STEP, exception=None),

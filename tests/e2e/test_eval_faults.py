@@ -1,0 +1,102 @@
+"""The infrastructure fails in the middle of an evaluation: no cell is wrong for it, and the same command goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from env_server_process import EnvServer, free_port, start_server
+from header_proxy import HeaderProxy
+from scripted_engine import Reply, ScriptedEngine, tool_results
+
+from recipe import local_tasks
+from recipe.cells import CellLog, InfrastructureError
+from recipe.config import Settings
+from recipe.evaluation import fill, held_out_tasks, make_jobs
+
+N_TASKS = 3
+
+
+class RightAtLast:
+    """A model that writes a wrong answer first, then the right one: work that is cut off in between would be graded
+    wrong. Calls `fault` before the second turn of rollout number `at`."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.pipelines = {task.instruction.strip(): task.pipeline for task in local_tasks.generate("test", 4, seed=0)}
+        self.at, self.rollouts, self.fault = at, 0, lambda: None
+
+    def __call__(self, request: dict) -> Reply:
+        asked = "".join(str(m["content"]) for m in request["messages"] if m["role"] == "user")
+        pipeline = next(p for instruction, p in self.pipelines.items() if instruction in asked.replace("\\n", "\n"))
+        match len(tool_results(request)):
+            case 0:
+                return Reply(calls=(("bash", {"command": "echo none > /workdir/answer.txt", "description": "Guess"}),))
+            case 1:
+                self.rollouts += 1
+                if self.rollouts == self.at:
+                    self.fault()
+                return Reply(calls=(("bash", {"command": f"{pipeline} > /workdir/answer.txt", "description": "Do"}),))
+        return Reply(text="The answer is written.")
+
+
+@dataclass
+class Stack:
+    server: EnvServer
+    proxy: HeaderProxy
+    engine: ScriptedEngine
+    settings: Settings
+
+    def engine_dies(self) -> None:
+        """No new connection reaches it, and none that is open has an answer any more."""
+        self.engine.script = lambda request: Reply(wait=self._cut)
+        self.engine.server.shutdown()
+        self.engine.server.server_close()
+        self._cut()
+
+    def _cut(self) -> None:
+        raise BrokenPipeError
+
+    def engine_returns(self) -> None:
+        self.engine = ScriptedEngine(RightAtLast(), port=self.engine.port).__enter__()
+
+
+@pytest.fixture(scope="module")
+def stack(run_dir) -> Iterator[Stack]:
+    with HeaderProxy(free_port()) as proxy:
+        engine = ScriptedEngine(RightAtLast()).__enter__()
+        server = start_server(run_dir, engine.port, public_url=proxy.url, PUBLIC_PORT=str(proxy.target))
+        # An agent that has lost its model repeats its call until this is over.
+        settings = dataclasses.replace(server.settings, agent_timeout=45, n_tasks=N_TASKS, eval_concurrency=2,
+                                       eval_retries=1)
+        running = Stack(server, proxy, engine, settings)
+        yield running
+        server.stop()
+        running.engine.__exit__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["route 404", "engine gone"])
+def test_a_fault_in_the_middle_makes_no_cell_wrong(stack: Stack, tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("PUBLIC_URL", stack.proxy.url)
+    script = stack.engine.script = RightAtLast(at=3)
+    jobs = make_jobs(held_out_tasks(stack.settings), 1, "p", "a", "adapter", "scripted", "scripted")
+    log = CellLog(tmp_path / "cells.jsonl")
+    if fault == "route 404":
+        script.fault, down = (lambda: setattr(stack.proxy, "status", 404)), "route of the sandboxes .* answers 404"
+    else:
+        script.fault, down = stack.engine_dies, "policy server .* is down"
+    with pytest.raises(InfrastructureError, match=down):
+        fill(stack.settings, jobs, log)
+    before = log.read()
+    assert [c for c in before if c["status"] == "wrong"] == [] and len(log.graded(jobs)[0]) < len(jobs)
+    assert sum(c["status"] == "correct" for c in before) >= 1, "cells that were finished are kept"
+
+    stack.proxy.status = 0
+    if fault == "engine gone":
+        stack.engine_returns()
+    left = [job for job in jobs if job not in log.graded(jobs)[0]]
+    fill(stack.settings, left, log)
+    assert [c["status"] for c in log.of(jobs).values()] == ["correct"] * 2 * N_TASKS
+    assert log.read()[: len(before)] == before
