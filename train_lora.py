@@ -31,7 +31,7 @@ import os
 import sys
 import traceback
 
-from recipe import checkpoints, hub, rollout_log
+from recipe import checkpoints, disk, hub, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
@@ -208,8 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as err:
         if not isinstance(err, hub.HubError):  # its message says all
             traceback.print_exc()
+        if disk.is_full(err, settings.run_path):
+            print(disk.advice(settings.run_path), file=sys.stderr)
+        again = f"RUN_DIR={settings.run_path} bash run_job.sh{' --local' if settings.preset == 'local' else ''}"
         print(f"\nTraining ended with {type(err).__name__}: {err}\nCheckpoints in {settings.run_path / 'checkpoints'} "
-              f"are kept. Resume with:\n  RUN_DIR={settings.run_path} bash run_job.sh", file=sys.stderr, flush=True)
+              f"are kept. Resume with:\n  {again}", file=sys.stderr, flush=True)
         return EXIT_UNAVAILABLE
 
 

@@ -20,12 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recipe import disk
 from recipe.checkpoints import MANIFEST, damage, read_manifest, size_damage, step_and_file, step_of
 
 ROOT_FILES = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
               "chat_template.jinja", "special_tokens_map.json")
 PASSING = {408, 409, 412, 425, 429, 500, 502, 503, 504}  # HTTP statuses that another attempt may not meet
-LASTING = {errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.EACCES}  # of this machine's disk
+LASTING = {errno.ENOENT, errno.EACCES}  # of this machine's disk, beside a full one
 MAX_FAILED = 3  # checkpoints in a row whose push failed: the run ends
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 7, 5.0, 120.0  # of one push, in all about 5 minutes of waiting
 Result = TypeVar("Result")
@@ -52,7 +53,13 @@ def explain(err: BaseException, repo: str) -> str:
         403: f"HF_TOKEN may not write to {repo}: give it write permission for {repo.split('/')[0]} at "
              "https://huggingface.co/settings/tokens.",
         404: f"{repo} does not exist or HF_TOKEN may not see it: check its name.",
+        412: f"Something else writes to {repo} at the same time: two runs must not share a repository.",
+        429: "The Hub limits this account's requests; it is asked again when it says.",
     }.get(status_of(err) or 0, "")
+    if (status_of(err) or 0) >= 500:
+        advice = "The Hub has an outage, see https://status.huggingface.co."
+    if disk.is_full(err):
+        advice = "The disk is full: free some of it, or set RUN_DIR and HF_HOME to a larger one."
     if type(err).__name__ == "GatedRepoError":
         advice = f"Accept the conditions of {repo} on its page, with the account of HF_TOKEN."
     return f"{type(err).__name__}: {what}" + (f" {advice}" if advice else "")
@@ -68,7 +75,8 @@ def repeat(call: Callable[[], Result], repo: str, what: str, stop: threading.Eve
             return call()
         except Exception as err:  # hf_xet raises plain RuntimeErrors, httpx its own
             status = status_of(err)
-            if (status is not None and status not in PASSING) or getattr(err, "errno", None) in LASTING:
+            lasting = getattr(err, "errno", None) in LASTING or disk.is_full(err)
+            if (status is not None and status not in PASSING) or lasting:
                 raise HubError(f"{what}: {explain(err, repo)}", final=True, refused=status is not None) from err
             if attempt == attempts or stop.is_set():
                 raise HubError(f"{what}: still failing after {attempt} attempts. {explain(err, repo)}") from err

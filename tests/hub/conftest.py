@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,3 +40,47 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
                         _http.http_backoff.__kwdefaults__ | {"base_wait_time": 0.01, "max_wait_time": 0.01})
     shutil.rmtree(HOME / "hub", ignore_errors=True)
     yield HUB
+
+
+class SmallDisk:
+    """A file system of `size` bytes at `folder`."""
+
+    size = 2 << 20
+
+    def __init__(self, folder: Path):
+        self.folder, self.ballast = folder, folder / "ballast"
+
+    @contextlib.contextmanager
+    def filled(self, left: int = 96 << 10) -> Iterator[None]:
+        """No more than `left` bytes are free."""
+        with self.ballast.open("wb") as file:
+            file.write(b"x" * (shutil.disk_usage(self.folder).free - left))
+        try:
+            yield
+        finally:
+            if not self.keep:
+                self.ballast.unlink()
+
+    keep = False
+
+    @contextlib.contextmanager
+    def kept_full(self) -> Iterator[None]:
+        """What `filled` took inside is given back at the end of this."""
+        self.keep = True
+        try:
+            yield
+        finally:
+            self.keep = False
+            self.ballast.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A real one of 2 MiB (tmpfs), which only root may mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SmallDisk.size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield SmallDisk(folder)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

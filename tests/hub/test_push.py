@@ -164,19 +164,76 @@ def test_a_download_survives_faults_and_an_unreachable_hub_starts_nothing(hub, p
         fetch_newest(REPO, tmp_path / "again")
 
 
-def test_a_full_disk_says_so(hub, pusher, settings, tmp_path, monkeypatch):
-    import errno
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+@pytest.mark.parametrize(("fault", "says"), [
+    (429, "limits this account's requests"), (500, "The Hub has an outage"), (503, "The Hub has an outage"),
+    (412, "two runs must not share a repository"), ("reset", "reset"), ("cut", "")])
+def test_a_fault_that_stays_has_its_message_and_the_command(hub, pusher, settings, tmp_path, monkeypatch, capsys,
+                                                            fault, says):
+    monkeypatch.setattr(recipe_hub, "ATTEMPTS", 2)
     pusher.open()
+    hub.fail(10_000, fault, "/commit/")
+    folder = checkpoint(tmp_path, 100, settings)
+    pusher.push(folder)
+    with pytest.raises(HubError) as error:
+        pusher.finish()
+    assert says in str(error.value) and f"hf upload {REPO} {folder} checkpoint-100" in str(error.value)
+    assert "pushing checkpoint-100: attempt 1 of 2 failed, the next follows in" in capsys.readouterr().out
+    assert checkpoints.damage(folder) is None and len(hub.repo(REPO).commits) == 1
+
+
+def test_a_limit_of_requests_is_waited_for_as_long_as_the_hub_says(hub, pusher, settings, tmp_path, capsys):
+    pusher.open()
+    hub.fail(1, 429, "/commit/", Retry_After="1")
     pusher.push(checkpoint(tmp_path, 100, settings))
     pusher.finish()
-    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
-    with pytest.raises(HubError, match="No space left on device"):
-        fetch_newest(REPO, tmp_path / "back")
-    assert checkpoints.newest_checkpoint(tmp_path / "back") is None
+    assert "the next follows in 1 s" in capsys.readouterr().out and len(hub.repo(REPO).commits) == 2
+
+
+# -- full disks ------------------------------------------------------------------------------------------------------
+def test_a_download_that_fills_the_disk_loses_nothing(hub, pusher, settings, tmp_path, small_disk):
+    pusher.open()
+    folder = checkpoint(tmp_path, 100, settings)
+    (folder / "optimizer.pt").write_bytes(b"x" * (small_disk.size - (200 << 10)))
+    pusher.push(checkpoints.seal(folder, settings))
+    pusher.finish()
+    with small_disk.filled(), pytest.raises(HubError, match="The disk is full: free some of it") as error:
+        fetch_newest(REPO, small_disk.folder)
+    assert error.value.final and hub.count("GET .*optimizer.pt") == 1, "a full disk is not tried again"
+    assert checkpoints.newest_checkpoint(small_disk.folder) is None
+    assert checkpoints.damage(fetch_newest(REPO, small_disk.folder)) is None, "the same call goes on when there is room"
+
+
+@pytest.mark.parametrize("writer", ["adapter", "optimizer", "manifest"])
+def test_a_save_that_fills_the_disk_names_it_and_the_checkpoint_before_counts(
+        settings, small_disk, monkeypatch, capsys, writer):
+    import safetensors.torch
+    import torch
+
+    import train_lora
+
+    run = small_disk.folder / "run"
+    monkeypatch.setenv("RUN_DIR", str(run))
+
+    def train(*_):
+        checkpoint(run / "checkpoints", 100, settings)
+        folder = run / "checkpoints/checkpoint-200"
+        folder.mkdir()
+        with small_disk.filled(0 if writer == "manifest" else 96 << 10):
+            if writer == "adapter":
+                safetensors.torch.save_file({"a": torch.zeros(1 << 20)}, folder / "adapter_model.safetensors")
+            elif writer == "optimizer":
+                torch.save({"a": torch.zeros(1 << 20)}, folder / "optimizer.pt")
+            else:
+                checkpoints.seal(folder, settings)
+        raise AssertionError("the disk was not full")
+
+    monkeypatch.setattr(train_lora, "train", train)
+    with small_disk.kept_full():
+        assert train_lora.main([]) == 69
+    said = capsys.readouterr().err
+    assert f"The disk of {run} is full" in said and f"RUN_DIR={run} bash run_job.sh" in said
+    assert checkpoints.newest_checkpoint(run / "checkpoints").name == "checkpoint-100"
+    assert "AssertionError" not in said
 
 
 # -- local checkpoints -----------------------------------------------------------------------------------------------
