@@ -3,10 +3,14 @@
 
     RUN_DIR=runs/job-1 python eval_adapter.py                             # runs/job-1/adapter
     RUN_DIR=runs/job-1 python eval_adapter.py --adapter runs/job-1/checkpoints/checkpoint-100
+    RUN_DIR=runs/job-1 python eval_adapter.py --holds base                # with LORA=0 twice, on two policy servers
+    RUN_DIR=runs/job-1 python eval_adapter.py --holds trained             # … this one on runs/job-1/model
 
 Needs a policy server that holds the pristine base (serve_policy.sh --mode eval) and an env server (serve_env.sh) on
 the ports of the settings; run_job.sh and run_eval.sh start both. The adapter is hot-loaded under its own name and
-unloaded at the end. The engine's weights are compared with the files of base and adapter before the first cell.
+unloaded at the end. A model whose weights were all trained (LORA=0) does not fit beside the base: the policy server
+holds the base first, then that model (serve_policy.sh --weights), and the second run compares both. The engine's
+weights are compared with the files of base and adapter before the first cell.
 
 Writes, under RUN_DIR/eval: cells.jsonl (a line per finished cell; a second run goes on from it), final_results.json
 (pass@1 of both with 95% intervals, agreement, exact McNemar p, tool calls, settings) and final_results.md; with
@@ -36,7 +40,9 @@ from recipe.results_repo import ResultsRepo
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--adapter", type=Path, help="adapter folder (default: RUN_DIR/adapter)")
+    parser.add_argument("--adapter", type=Path, help="adapter or model folder (default: RUN_DIR/adapter or /model)")
+    parser.add_argument("--holds", choices=("both", "base", "trained"), default="both", help="with a model: which of "
+                        "the two the policy server holds")
     parser.add_argument("--source", default="", help="where it comes from, for the results (default: its folder)")
     parser.add_argument("--label", default="adapter", help="name of the adapter's cells in the results")
     parser.add_argument("--served-name", default="opencode-lora", help="model name under which the engine serves it")
@@ -46,12 +52,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = Settings.load()
         out = settings.run_path / "eval" / f"{args.results}.json"
-        folder = args.adapter or settings.run_path / "adapter"
+        folder = args.adapter or settings.final_path
         repo = ResultsRepo(settings.adapter_repo, out.parent, args.results)
         if restored := repo.restore():
             print(f"{restored} finished cells of an earlier start are taken from {settings.adapter_repo}", flush=True)
-        plan = Plan(Adapter(folder, args.source or str(folder)), args.label, args.served_name, out)
+        served = args.served_name if args.holds == "both" else settings.model
+        plan = Plan(Adapter(folder, args.source or str(folder)), args.label, served, out, args.holds)
         result = evaluate(settings, plan, repo.push_sometimes)
+        if result is None:
+            return 0
         table = report.render(result, args.label)
         out.with_suffix(".md").write_text(table + "\n")
         print(f"\n{table}\n\nresults: {out}", flush=True)

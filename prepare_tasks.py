@@ -4,6 +4,7 @@
     RUN_DIR=runs/a python prepare_tasks.py --local     # generated tasks, no network
     python prepare_tasks.py --local --out /tmp/tasks --split test
     RUN_DIR=runs/a python prepare_tasks.py --subset 20 # 20 of each split, the difficulties in their shares
+    RECIPE=deepcoder RUN_DIR=runs/a python prepare_tasks.py    # problems of DATASET (recipe/deepcoder.py)
 
 Each task appears as a whole or not at all, and what is there already is checked and kept: an interrupted run is
 continued by the same command. $RUN_DIR/tasks/<split>.json lists the tasks in the recipe's order.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recipe import hub_tasks, local_tasks, subset
+from recipe import deepcoder, hub, hub_tasks, local_tasks, subset
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.watchdog import write_atomic
@@ -30,11 +31,18 @@ DOWNLOADS = 16  # at once
 Load = Callable[[], dict[str, bytes]]  # all files of one task: relative path -> content
 
 
-def local_source(split: str, n: int, seed: int) -> list[tuple[str, Load]]:
-    def loader(task: local_tasks.LocalTask) -> Load:
-        return lambda: {path: text.encode() for path, text in local_tasks.files(task).items()}
+def made_here(name: str, files: dict[str, str]) -> tuple[str, Load]:
+    return name, lambda: {path: text.encode() for path, text in files.items()}
 
-    return [(task.name, loader(task)) for task in local_tasks.generate(split, n, seed)]
+
+def local_source(split: str, n: int, seed: int) -> list[tuple[str, Load]]:
+    return [made_here(task.name, local_tasks.files(task)) for task in local_tasks.generate(split, n, seed)]
+
+
+def deepcoder_source(settings: Settings, split: str, n: int) -> list[tuple[str, Load]]:
+    n_train, n_test = (n, settings.n_tasks) if split == "train" else (settings.n_train_tasks, n)
+    problems = deepcoder.choose(deepcoder.rows_of(settings), split, n_train, n_test, settings.seed)
+    return [made_here(problem.name, deepcoder.files(problem)) for problem in problems]
 
 
 def hub_source(pinned: hub_tasks.TaskList, n: int, fetch: hub_tasks.Fetch | None = None, seed: int = 0
@@ -103,12 +111,14 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.load(preset="local" if args.local else None)
         out = args.out or settings.run_path / "tasks"
         lists = {}
-        if settings.preset != "local":
+        if settings.recipe == "smoldataenvs" and settings.preset != "local":
             lists = {split: hub_tasks.TaskList.read(REPO / "data" / f"{split}.json") for split in SPLITS}
             hub_tasks.check_disjoint(*lists.values())
         for split in args.split or SPLITS:
             n = args.subset or (settings.n_train_tasks if split == "train" else settings.n_tasks)
-            if settings.preset == "local":
+            if settings.recipe == "deepcoder":
+                source, tasks = f"{settings.dataset}, seed {settings.seed}", deepcoder_source(settings, split, n)
+            elif settings.preset == "local":
                 source, tasks = f"generated, seed {settings.seed}", local_source(split, n, settings.seed)
             else:
                 # The held-out tasks are the same in every run; SEED chooses among the training tasks only.
@@ -119,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as err:
         print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)
         return EXIT_USAGE
-    except (hub_tasks.TaskError, OSError) as err:
+    except (hub_tasks.TaskError, hub.HubError, OSError) as err:
         again = "python prepare_tasks.py" + (" --local" if args.local else "")
         print(f"[tasks] ERROR: {err}\nTasks written so far are kept; continue with: {again}", file=sys.stderr)
         return EXIT_UNAVAILABLE

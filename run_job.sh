@@ -3,6 +3,7 @@
 #
 #   bash run_job.sh --local                      on this machine: tiny model, CPU, local sandboxes, no Hub
 #   ADAPTER_REPO=you/name bash run_job.sh        the Hugging Face job (2 GPUs)
+#   RECIPE=deepcoder bash run_job.sh             programming problems on two GPUs of this machine (or with --local)
 #   RUN_DIR=runs/job-… bash run_job.sh           goes on where that run stopped
 #
 # Every knob is an environment variable; `python3 -m recipe.config table` lists them. All files of a run lie in RUN_DIR
@@ -67,11 +68,23 @@ else
   start_policy eval
 fi
 
-step eval "base against adapter on $N_TASKS held-out tasks (log $LOGS/eval.log)"
-run_eval --label adapter
+if [[ $LORA == 1 ]]; then
+  result=adapter
+  step eval "base against adapter on $N_TASKS held-out tasks (log $LOGS/eval.log)"
+  run_eval --label adapter
+else
+  result=model
+  step eval "base on $N_TASKS held-out tasks (log $LOGS/eval.log)"
+  run_eval --holds base --label trained
+  step policy "stopping the policy server that holds the base"
+  stop_process policy
+  start_policy eval --weights "$RUN_DIR/model"
+  step eval "trained model on the same tasks (log $LOGS/eval.log)"
+  run_eval --holds trained --label trained
+fi
 
 write_report
-step finish "adapter     $RUN_DIR/adapter
+step finish "$(printf %-11s $result) $RUN_DIR/$result
          checkpoints $RUN_DIR/checkpoints
          metrics     $RUN_DIR/metrics.jsonl
          results     $RUN_DIR/eval/final_results.json

@@ -3,13 +3,14 @@
 #
 #   bash serve_policy.sh --mode train      takes weight updates from the trainer
 #   bash serve_policy.sh --mode eval       the pristine base; adapters are loaded beside it at run time
+#   bash serve_policy.sh --mode eval --weights DIR     a trained model, under the name of MODEL (LORA=0)
 #   ... --print-command                    prints the command and its environment, runs nothing
 #   PRESET=local bash serve_policy.sh --mode train      the tiny model on the CPU engine
 #
 # ENGINE=vllm runs `vllm serve` (0.31), ENGINE=cpu our own server for small models (recipe/policy_cpu, in the trainer's
 # environment: TRAINER_PYTHON), ENGINE=auto takes vllm where a GPU and vllm are. Both speak the same HTTP contract.
 # Settings are environment variables, see README.md: MODEL, POLICY_HOST, POLICY_PORT, POLICY_GPU, MAX_MODEL_LEN, DTYPE,
-# GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA_R.
+# GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA, LORA_R, TOOL_CALL_PARSER.
 # Exit codes: 64 wrong settings or arguments, 69 the server cannot start or died, 130/143 ended by a signal; vLLM's own.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -20,21 +21,23 @@ source recipe/common.sh
 
 fail() { echo "serve_policy.sh: $1" >&2; exit "${2:-64}"; }
 
-mode='' print_only=0
+mode='' weights='' print_only=0
 while (($#)); do
   case $1 in
     -h | --help) usage serve_policy.sh; exit 0 ;;
     --mode) mode=${2:-}; shift ;;
+    --weights) weights=${2:-}; shift ;;
     --print-command) print_only=1 ;;
     *) fail "unknown argument $1; see serve_policy.sh --help" ;;
   esac
-  shift || fail "--mode needs a value: train or eval"
+  shift || fail "--mode and --weights need a value; see serve_policy.sh --help"
 done
 [[ $mode == train || $mode == eval ]] || fail "say --mode train (weight updates) or --mode eval (pristine base)"
 
 export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}
 settings=$(python3 -m recipe.config export) || exit 64
 eval "$settings"
+weights=${weights:-$MODEL}
 
 if [[ $ENGINE == auto ]]; then
   if has_gpu && command -v vllm >/dev/null; then ENGINE=vllm; else ENGINE=cpu; fi
@@ -53,18 +56,19 @@ rank=$(lora_rank)
 env=() command=()
 [[ -n $POLICY_GPU ]] && env+=(CUDA_VISIBLE_DEVICES="$POLICY_GPU")
 if [[ $ENGINE == vllm ]]; then
-  command=(vllm serve "$MODEL" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"
+  command=(vllm serve "$weights" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"
     --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
     # No sampling defaults from the checkpoint: what a request does not set must not be truncated.
     --generation-config vllm
     # Exact token ids and the log-probs of the distribution that was sampled: without both nothing can be trained.
     --return-tokens-as-token-ids --logprobs-mode processed_logprobs
     # OpenCode always sends tool_choice=auto.
-    --enable-auto-tool-choice --tool-call-parser lfm2)
-  [[ $MODEL_REVISION == main || -d $MODEL ]] ||
+    --enable-auto-tool-choice --tool-call-parser "$TOOL_CALL_PARSER")
+  [[ $MODEL_REVISION == main || -d $weights ]] ||
     command+=(--revision "$MODEL_REVISION" --tokenizer-revision "$MODEL_REVISION")
   if [[ $PREFIX_CACHING == 1 ]]; then
-    command+=(--enable-prefix-caching --mamba-cache-mode align) # Lfm2 refuses mode "all"
+    command+=(--enable-prefix-caching)
+    if [[ $TOOL_CALL_PARSER == lfm2 ]]; then command+=(--mamba-cache-mode align); fi # Lfm2 refuses mode "all"
   else
     command+=(--no-enable-prefix-caching)
   fi
@@ -73,8 +77,10 @@ if [[ $ENGINE == vllm ]]; then
     # No --enable-lora: with it TRL would send adapters under names that change, which the agent cannot ask for.
     command+=(--weight-transfer-config '{"backend":"nccl"}')
   else
-    env+=(VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
-    command+=(--enable-lora --max-lora-rank "$rank")
+    if [[ $LORA == 1 ]]; then
+      env+=(VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
+      command+=(--enable-lora --max-lora-rank "$rank")
+    fi
   fi
 else
   if [[ -z ${TRAINER_PYTHON:-} && $print_only == 0 ]]; then
@@ -82,9 +88,10 @@ else
     source "$REPO/setup.sh"
     setup_all >&2
   fi
-  command=("${TRAINER_PYTHON:-TRAINER_PYTHON}" -m recipe.policy_cpu --model "$MODEL" --host "$POLICY_HOST"
+  command=("${TRAINER_PYTHON:-TRAINER_PYTHON}" -m recipe.policy_cpu --model "$weights" --served-model-name "$MODEL" --host "$POLICY_HOST"
     --port "$POLICY_PORT" --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN")
-  if [[ $mode == train ]]; then command+=(--dev-mode); else command+=(--enable-lora --max-lora-rank "$rank"); fi
+  if [[ $mode == train ]]; then command+=(--dev-mode)
+  elif [[ $LORA == 1 ]]; then command+=(--enable-lora --max-lora-rank "$rank"); fi
 fi
 
 # The trainer's template, see recipe/chat_template.py.

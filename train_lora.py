@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter with asynchronous GRPO on rollouts of the unmodified OpenCode agent.
+"""Trains with asynchronous GRPO on rollouts of the unmodified OpenCode agent: a LoRA adapter, or all weights (LORA=0).
 
 run_job.sh calls this when the policy server and the env server are up. By hand, against servers that run already:
 
@@ -15,6 +15,7 @@ Reads   the tasks that the env server serves (split `train`), in the order of $R
         is; a SEED other than 0 shuffles them
 Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
         $RUN_DIR/adapter                    the final adapter, as PEFT and vLLM load it
+        $RUN_DIR/model                      with LORA=0 instead of it: the final model, in DTYPE
         $RUN_DIR/metrics.jsonl              one JSON object a step; train_summary.json at the end
         $RUN_DIR/rollouts.jsonl             one JSON object a rollout: group, trial, reward, why it is ungraded
         $RUN_DIR/trackio, heartbeat.json    dashboard data (`trackio show`), sign of life for the watchdog
@@ -28,8 +29,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
+from pathlib import Path
 
 from recipe import checkpoints, disk, hub, rollout_log
 from recipe.config import Settings, SettingsError
@@ -46,35 +49,42 @@ def trainer_arguments(settings: Settings, gpu: bool) -> dict:
     return dict(
         output_dir=str(run / "checkpoints"), run_name=run.name, seed=settings.seed, max_steps=settings.max_steps,
         # optimisation: one group a step, a constant rate (a decay would need to know how many rows rollouts fork into)
-        learning_rate=settings.learning_rate, lr_scheduler_type="constant", per_device_train_batch_size=1,
-        gradient_accumulation_steps=1, token_budget=settings.token_budget, num_generations=settings.num_generations,
+        learning_rate=settings.learning_rate, lr_scheduler_type="constant",
+        per_device_train_batch_size=settings.per_device_batch, gradient_accumulation_steps=1,
+        token_budget=settings.token_budget, num_generations=settings.num_generations,
         max_staleness=settings.max_staleness, logging_nan_inf_filter=False,
-        # precision: adapter and optimizer in fp32; bf16 is the autocast of a bf16 base
-        dtype=settings.dtype, bf16=settings.dtype == "bfloat16", use_cpu=not gpu, gradient_checkpointing=gpu,
+        # precision: what is trained and its optimizer in fp32, since a bf16 weight takes no step below 0.4% of itself;
+        # bf16 is the autocast
+        dtype=settings.dtype if settings.lora else "float32", bf16=settings.dtype == "bfloat16", use_cpu=not gpu,
+        gradient_checkpointing=gpu,
         # sampling: what the sampler logged is what the loss recomputes, so nothing is truncated
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
         max_completion_length=settings.max_output_tokens, max_tool_calling_iterations=settings.max_model_calls,
         max_inflight_tasks=settings.max_inflight,
         vllm_server_base_url=settings.policy_url, heartbeat_stale_after_s=HEALTH_LIMIT,
         # saving and reporting
-        save_strategy="steps", save_steps=settings.save_steps, logging_steps=1, disable_tqdm=True,
+        save_strategy="steps" if settings.save_steps else "no", save_steps=settings.save_steps or 1,
+        logging_steps=1, disable_tqdm=True,
         report_to=["trackio"], project=settings.trackio_project, trackio_space_id=settings.trackio_space or None,
     )
 
 
 def worker_arguments(settings: Settings, sessions, dataset, tokenizer, eos_token_ids: list[int]) -> dict:
     """Keyword arguments of TRL's HarnessRolloutWorker, all of which are pickled to the spawned worker."""
-    from recipe.rewards import EfficiencyReward
+    from recipe.rewards import EfficiencyReward, deepcoder_reward
 
+    reward = (deepcoder_reward if settings.recipe == "deepcoder"
+              else EfficiencyReward(settings.efficiency_bonus, settings.max_model_calls))
     return dict(
-        harness_session_factory=sessions,
-        rollout_reward_fn=EfficiencyReward(settings.efficiency_bonus, settings.max_model_calls),
+        harness_session_factory=sessions, rollout_reward_fn=reward,
+        lossless_capture=settings.fork_threshold == 0, fork_threshold_tokens=settings.fork_threshold,
         model_name=settings.model, dataset=dataset, reward_funcs=[], processing_class=tokenizer,
         eos_token_ids=eos_token_ids, num_generations=settings.num_generations,
         max_inflight_tasks=settings.max_inflight, max_tool_calling_iterations=settings.max_model_calls,
         vllm_server_url=settings.policy_url, max_tokens=settings.max_output_tokens,
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
         rollout_log=settings.run_path / rollout_log.FILE,
+        log_completions=settings.print_completions > 0, num_completions_to_print=settings.print_completions or None,
     )
 
 
@@ -93,8 +103,24 @@ def task_dataset(settings: Settings, sessions):
     return dataset.shuffle(seed=settings.seed) if settings.seed else dataset
 
 
+def save(settings: Settings, model, tokenizer) -> Path:
+    """The final adapter or model, as PEFT, transformers and vLLM load it; returns its folder."""
+    import torch
+    from transformers.utils import cached_file
+
+    final = settings.final_path
+    if not settings.lora:
+        model.to(getattr(torch, settings.dtype))
+    model.save_pretrained(final)
+    if not settings.lora:  # vLLM reads keys of LFM2's config that transformers does not write back
+        shutil.copyfile(cached_file(settings.model, "config.json", **settings.hub_revision), final / "config.json")
+    tokenizer.save_pretrained(final)
+    return final
+
+
 def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict, pusher: CheckpointPusher | None):
     """The trainer with its worker, weight transfer and callbacks."""
+    import torch
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
@@ -107,8 +133,9 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from recipe.weight_sync import transfer_of
 
     run = settings.run_path
-    lora = lfm2.lora_config(settings)
-    print(lfm2.plan_adapter(lfm2.load_config(settings), lora), flush=True)
+    config = lfm2.load_config(settings)
+    lora = lfm2.lora_config(settings) if settings.lora else None
+    print(lfm2.plan_adapter(config, lora) if lora else "all weights are trained", flush=True)
     backend, why = attention.choose(settings.attention, settings.dtype)
     print(why, flush=True)
     print("adjustments to this machine:", ", ".join(trl_cpu.install(backend, gpu)) or "none", flush=True)
@@ -126,17 +153,18 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
         weight_transfer=transfer_of(settings.policy_url, run / "weights"),
-        callbacks=[IsolationCallback(), heartbeat, metrics, stop,
-                   CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
+        callbacks=[*([IsolationCallback(getattr(torch, settings.dtype))] if lfm2.is_lfm2(config) else []), heartbeat,
+                   metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
         while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip")
     trainer.remove_callback(PrinterCallback)
-    print(f"short convolutions that keep packed sequences apart: {short_conv.isolate(trainer.model)}", flush=True)
+    if convolutions := short_conv.isolate(trainer.model):
+        print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)
     metrics.trainer = trainer
     return trainer, metrics, stop
 
 
 def train(settings: Settings, resume: str, sessions=None) -> int:
-    """Trains to MAX_STEPS and saves the adapter; returns the exit code. `sessions` is the source of rollouts."""
+    """Trains to MAX_STEPS and saves what was trained; returns the exit code. `sessions` is the source of rollouts."""
     # trackio reads its folder when it is imported, and the trainer's import brings it in
     os.environ.setdefault("TRACKIO_DIR", str(settings.run_path / "trackio"))
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # we know: recipe/trl_shape.py is the answer to it
@@ -149,8 +177,9 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
 
     checkpoint, pusher = open_checkpoints(settings, resume)
     if checkpoint and checkpoints.step_of(checkpoint) >= settings.max_steps:
-        adopt(checkpoint, settings.run_path / "adapter")
-        print(f"{checkpoint.name} has all {settings.max_steps} steps; its adapter is the final one", flush=True)
+        adopt(checkpoint, settings.final_path)
+        print(f"{checkpoint.name} has all {settings.max_steps} steps; it is the final {settings.final_path.name}",
+              flush=True)
         return 0
     gpu = torch.cuda.is_available()
     if not gpu:
@@ -183,9 +212,8 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
         print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
               f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
         return EXIT_TERMINATED
-    trainer.model.save_pretrained(settings.run_path / "adapter")
-    tokenizer.save_pretrained(settings.run_path / "adapter")
-    print(f"adapter saved to {settings.run_path / 'adapter'}", flush=True)
+    final = save(settings, trainer.model, tokenizer)
+    print(f"{final.name} saved to {final}", flush=True)
     return 0
 
 

@@ -68,6 +68,19 @@ def adapter_digest(adapter: Path) -> str:
     return digests.of_files(adapter / name for name in ADAPTER_FILES)
 
 
+def check_model(folder: Path) -> Path:
+    """`folder` itself. Raises AdapterError when it is no model (LORA=0)."""
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise AdapterError(f"{folder} is not a complete model: it lacks config.json or *.safetensors")
+    return folder
+
+
+def model_digest(folder: Path) -> str:
+    """Names the weights and the configuration of a model folder."""
+    return digests.of_hashes({file.name: checkpoints.file_record(file)["sha256"] for file in
+                              sorted([folder / "config.json", *folder.glob("*.safetensors")])})
+
+
 def manifest_digest(manifest: Mapping[str, Any]) -> str | None:
     """The `adapter_digest` of a checkpoint by its manifest alone; None when that lists no adapter."""
     files = manifest["files"]

@@ -76,6 +76,8 @@ def varlen_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     longest = max(b - a for a, b in zip(starts[:-1], starts[1:], strict=True))
     cumulative = torch.tensor(starts, dtype=torch.int32, device=query.device)
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, d)
+    if torch.is_autocast_enabled(query.device.type):  # of fp32 weights: norms hand on fp32, the kernel takes bf16 alone
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     grouped = {}
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:

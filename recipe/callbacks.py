@@ -125,7 +125,7 @@ class MetricsCallback(TrainerCallback):
         rows = self.trainer.group_health
         health = step_health(rows)
         rollouts = {row.rollout: row for row in rows}.values()
-        rewards = [row.reward for row in rollouts]
+        rewards = [row.reward for row in rollouts] + rows[0].rowless
         recent = self.durations[-ETA_WINDOW:]
         self.steps += 1
         self.rows += len(rows)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from recipe import json_lines
+from recipe.rewards import CORRECT
 
 
 class Outcome(Protocol):
@@ -120,7 +121,7 @@ class CellLog:
 
 def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
     if outcome.status == "graded" and outcome.reward is not None:
-        status = "correct" if outcome.reward > 0 else "wrong"
+        status = "correct" if outcome.reward >= CORRECT else "wrong"
     else:
         status = "ungraded"
     return Cell(task=job.task, sample=job.sample, difficulty=job.difficulty, kind=job.kind, model=job.model,

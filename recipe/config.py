@@ -1,7 +1,7 @@
 """Every knob of the recipe: one typed object, its environment variables, defaults, units and checks.
 
 Shell scripts read it with ``eval "$(python3 -m recipe.config export [--local])"``; Python code with
-``Settings.load()``. An environment variable always wins, then the preset, then the default.
+``Settings.load()``. An environment variable always wins, then the preset (--local), then RECIPE, then the default.
 
     python3 -m recipe.config table            # all knobs as a Markdown table (the README's)
     python3 -m recipe.config export --local   # shell assignments of the local preset
@@ -26,6 +26,7 @@ from recipe.exits import EXIT_USAGE, Parser
 
 REPO = Path(__file__).resolve().parent.parent
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
+QWEN_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Check = Callable[[Any], str | None]
 
 
@@ -56,10 +57,23 @@ def http_url(v: str) -> str | None:
     return None if ok else "must be http://HOST:PORT, without a path"
 
 
-def knob(default: Any, env: str, help: str, unit: str = "", check: Check | None = None, local: Any = None) -> Any:
-    """A dataclass field: `local` is its value in the local preset where that differs from `default`."""
-    meta = {"env": env, "help": help, "unit": unit, "check": check, "local": default if local is None else local}
+def dataset_id(v: str) -> str | None:
+    return None if v == "generated" or (v and not repo_id(v)) else (
+        'must be "owner/name", for example DATASET=agentica-org/DeepCoder-Preview-Dataset, or generated')
+
+
+def knob(default: Any, env: str, help: str, unit: str = "", check: Check | None = None, local: Any = None,
+         deepcoder: Any = None) -> Any:
+    """A dataclass field: `local` and `deepcoder` are its values in the local preset and with RECIPE=deepcoder, None
+    where those say nothing about it."""
+    meta = {"env": env, "help": help, "unit": unit, "check": check, "local": local, "deepcoder": deepcoder}
     return field(default=default, metadata=meta)
+
+
+def preset_value(f: dataclasses.Field[Any], preset: str, recipe: str) -> Any:
+    """What a field is without an environment variable. The local preset knows the machine, so it wins."""
+    asked = (("local", preset == "local"), ("deepcoder", recipe == "deepcoder"))
+    return next((f.metadata[name] for name, on in asked if on and f.metadata[name] is not None), f.default)
 
 
 @dataclass(frozen=True)
@@ -67,31 +81,51 @@ class Settings:
     """All settings of one run. Field order is the order of the README's table."""
 
     preset: str = knob("job", "PRESET", "named set of defaults", check=one_of("job", "local"), local="local")
+    recipe: str = knob("smoldataenvs", "RECIPE", "family of tasks, and what goes with it: smoldataenvs asks about data "
+                       "files, deepcoder are competitive-programming problems", deepcoder="deepcoder",
+                       check=one_of("smoldataenvs", "deepcoder"))
     # what is trained, and for how long
-    model: str = knob("LiquidAI/LFM2.5-2.6B", "MODEL", "base model: Hub id or folder", local=str(REPO / "tiny/model"))
+    model: str = knob("LiquidAI/LFM2.5-2.6B", "MODEL", "base model: Hub id or folder", local=str(REPO / "tiny/model"),
+                      deepcoder="Qwen/Qwen3-4B-Instruct-2507")
     model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
     adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter", check=repo_id)
-    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 40)
+    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 40, 100)
     seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
-    n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64)
-    n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64)
+    n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64, 64)
+    n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64, 64)
+    dataset: str = knob("generated", "DATASET", "Hub dataset of RECIPE=deepcoder; generated is small problems of the "
+                        "same shape that are made here", check=dataset_id, local="generated",
+                        deepcoder="agentica-org/DeepCoder-Preview-Dataset")
+    dataset_config: str = knob("primeintellect", "DATASET_CONFIG", "configuration of DATASET")
+    dataset_revision: str = knob("main", "DATASET_REVISION", "commit or branch of DATASET")
     # LoRA
+    lora: bool = knob(True, "LORA", "train an adapter; 0 trains all weights and ships a model", local=True,
+                      deepcoder=False)
     lora_r: int = knob(32, "LORA_R", "LoRA rank; vLLM serves 8, 16, 32, 64, 128 and a few more", check=at_least(1))
     lora_alpha: int = knob(64, "LORA_ALPHA", "LoRA alpha; the update is scaled by alpha / r", check=at_least(1))
     lora_dropout: float = knob(0.0, "LORA_DROPOUT", "dropout before A; 0 keeps sampler and trainer equal",
                                check=between(0, 0.9))
-    lora_targets: tuple[str, ...] = knob(LORA_TARGETS, "LORA_TARGETS", "adapted modules, comma-separated names")
+    lora_targets: tuple[str, ...] = knob(LORA_TARGETS, "LORA_TARGETS", "adapted modules, comma-separated names",
+                                        local=LORA_TARGETS, deepcoder=QWEN_TARGETS)
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
-                                local=1e-3)
+                                local=1e-3, deepcoder=1e-5)
     num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
-    max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4)
+    max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4, 8)
     max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))
-    efficiency_bonus: float = knob(0.1, "EFFICIENCY_BONUS", "largest bonus of a correct answer for few tool calls",
-                                   check=between(0, 1))
-    token_budget: int = knob(0, "TOKEN_BUDGET", "tokens of one packed row; 0 puts one sequence in a row", "tokens",
+    efficiency_bonus: float = knob(0.1, "EFFICIENCY_BONUS", "largest bonus of a correct answer for few tool calls; "
+                                   "not in RECIPE=deepcoder", check=between(0, 1))
+    train_turns: str = knob("all", "TRAIN_TURNS", "turns that carry loss: all of the agent's own, or those with a tool "
+                            "call, the others staying as context", check=one_of("all", "tool-calls"),
+                            deepcoder="tool-calls")
+    fork_threshold: int = knob(0, "FORK_THRESHOLD", "a turn whose prompt rewrites fewer tokens of the answer before it "
+                               "goes on in the same row, the rewritten ones without loss; 0 begins a new row and loses "
+                               "none", "tokens", at_least(0), deepcoder=1024)
+    token_budget: int = knob(0, "TOKEN_BUDGET", "tokens of one packed row; 0 counts sequences instead", "tokens",
                              at_least(0))
+    per_device_batch: int = knob(1, "PER_DEVICE_BATCH", "sequences of one packed row where TOKEN_BUDGET is 0; a "
+                                 "step is a group either way", "sequences", at_least(1), deepcoder=4)
     zero_contrast: str = knob("train", "ZERO_CONTRAST", "groups whose rewards are all equal: train makes them a step "
                               "of zero gradient, as GRPO does; skip gives the step to the next group",
                               check=one_of("train", "skip"))
@@ -110,12 +144,13 @@ class Settings:
     temperature: float = knob(1.0, "TEMPERATURE", "sampling temperature", check=between(0.01, 2))
     top_p: float = knob(1.0, "TOP_P", "nucleus; below 1 breaks the importance ratio", check=between(0.01, 1))
     top_k: int = knob(0, "TOP_K", "0 samples from the whole vocabulary", check=at_least(0))
-    max_output_tokens: int = knob(4096, "MAX_OUTPUT_TOKENS", "cap of one model call", "tokens", at_least(1), 256)
-    max_model_calls: int = knob(32, "MAX_MODEL_CALLS", "model calls of one rollout", "calls", at_least(1), 6)
-    agent_timeout: int = knob(600, "AGENT_TIMEOUT", "time of the agent in one rollout", "s", at_least(1), 90)
+    max_output_tokens: int = knob(4096, "MAX_OUTPUT_TOKENS", "cap of one model call", "tokens", at_least(1), 256,
+                                  16384)
+    max_model_calls: int = knob(32, "MAX_MODEL_CALLS", "model calls of one rollout", "calls", at_least(1), 6, 64)
+    agent_timeout: int = knob(600, "AGENT_TIMEOUT", "time of the agent in one rollout", "s", at_least(1), 90, 180)
     # sandboxes and the agent's binary
     sandbox: str = knob("hf-sandbox", "SANDBOX", "where rollouts run",
-                        check=one_of("hf-sandbox", "local", "daytona", "e2b"), local="local")
+                        check=one_of("hf-sandbox", "local", "daytona", "e2b"), local="local", deepcoder="local")
     sandbox_runtime: str = knob("auto", "SANDBOX_RUNTIME", "isolation of the local sandbox",
                                 check=one_of("auto", "bwrap", "proot"))
     sandbox_flavor: str = knob("cpu-basic", "SANDBOX_FLAVOR", "machine of an HF Sandbox, a flavor of Hugging Face Jobs")
@@ -132,6 +167,8 @@ class Settings:
     # servers
     engine: str = knob("vllm", "ENGINE", "policy server: vllm, cpu (small models), auto (vllm where a GPU is)",
                        check=one_of("vllm", "cpu", "auto"), local="auto")
+    tool_call_parser: str = knob("lfm2", "TOOL_CALL_PARSER", "vLLM's parser of the model's tool calls",
+                                 local="lfm2", deepcoder="hermes")
     public_port: int = knob(8000, "PUBLIC_PORT", "capture proxy, the only public port", check=between(1, 65535))
     route_check_every: int = knob(60, "ROUTE_CHECK_EVERY", "time between two looks whether remote sandboxes reach "
                                   "the capture proxy", "s", at_least(1))
@@ -157,13 +194,13 @@ class Settings:
                              "text alike", "syncs", at_least(1))
     canary_tolerance: float = knob(0.0, "CANARY_TOLERANCE", "mean difference that stops the run; 0 is 0.001 in float32 "
                                    "and 0.15 in bfloat16", "nats", at_least(0))
-    save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval", "steps", at_least(1), 10)
+    save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval; 0 saves none", "steps", at_least(0), 10, 0)
     resume: str = knob("auto", "RESUME", "auto: go on at the newest whole checkpoint in RUN_DIR or ADAPTER_REPO; "
                        "never: start anew", check=one_of("auto", "never"))
     stall_limit: int = knob(1800, "STALL_LIMIT", "time without progress before the watchdog stops the run", "s",
                             at_least(5), 600)
     eval_concurrency: int = knob(32, "EVAL_CONCURRENCY", "evaluation rollouts that run at once", "rollouts",
-                                 at_least(1), 4)
+                                 at_least(1), 4, 8)
     k_samples: int = knob(1, "K_SAMPLES", "evaluation rollouts of each task and model; pass@1 is their mean",
                           "rollouts", at_least(1))
     eval_retries: int = knob(2, "EVAL_RETRIES", "further attempts of an ungraded cell", "attempts", at_least(0))
@@ -171,7 +208,9 @@ class Settings:
                           at_least(1), 5)
     eval_idle_limit: int = knob(14400, "EVAL_IDLE_LIMIT", "run_eval_watch.sh ends when no checkpoint came for so long",
                                 "s", at_least(1), 900)
-    trackio_project: str = knob("lfm-opencode-lora-rl", "TRACKIO_PROJECT", "trackio project")
+    trackio_project: str = knob("lfm-opencode-lora-rl", "TRACKIO_PROJECT", "trackio project", deepcoder="opencode")
+    print_completions: int = knob(0, "PRINT_COMPLETIONS", "conversations of each group that go to the training log",
+                                  check=at_least(0), deepcoder=2)
     trackio_space: str = knob("", "TRACKIO_SPACE", "Space that shows the trackio dashboard; empty keeps it local",
                               check=repo_id)
     # folders
@@ -211,6 +250,11 @@ class Settings:
         return Path(self.run_dir).resolve()
 
     @property
+    def final_path(self) -> Path:
+        """Where training puts its result: an adapter, or with LORA=0 a model."""
+        return self.run_path / ("adapter" if self.lora else "model")
+
+    @property
     def cache_path(self) -> Path:
         root = self.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lfm-opencode-lora-rl")
         return Path(root).expanduser().resolve()
@@ -221,10 +265,11 @@ class Settings:
         """Settings from the environment. Raises SettingsError that lists every wrong value at once."""
         environ = os.environ if environ is None else environ
         preset = preset or environ.get("PRESET") or "job"
+        recipe = environ.get("RECIPE") or "smoldataenvs"
         values: dict[str, Any] = {}
         errors: list[str] = []
         for f in dataclasses.fields(cls):
-            default = f.metadata["local"] if preset == "local" else f.default
+            default = preset_value(f, preset, recipe)
             raw = preset if f.name == "preset" else environ.get(f.metadata["env"], "")
             try:
                 values[f.name] = default if raw == "" else _parse(raw, f.default)
@@ -277,7 +322,10 @@ def _check_together(s: Settings) -> list[str]:
         names = [name for name, value in ports.items() if value == port]
         if len(names) > 1:
             errors.append(f"{' and '.join(names)} are both {port}: give each server a port of its own.")
-    if not s.lora_targets:
+    if not s.lora and s.adapter_repo:
+        errors.append("ADAPTER_REPO receives adapters, and LORA=0 trains all weights: unset ADAPTER_REPO or set "
+                      "LORA=1.")
+    if s.lora and not s.lora_targets:
         errors.append("LORA_TARGETS is empty: name at least one module, for example q_proj,v_proj.")
     if s.max_output_tokens >= s.max_model_len:
         errors.append(f"MAX_OUTPUT_TOKENS={s.max_output_tokens} leaves no room for a prompt in "
@@ -292,14 +340,19 @@ def _check_together(s: Settings) -> list[str]:
 
 
 def markdown_table() -> str:
-    """The README's table of knobs: variable, default, local preset, unit, meaning."""
-    lines = ["| variable | default | `--local` | unit | meaning |", "| --- | --- | --- | --- | --- |"]
+    """The README's table of knobs: variable, default, what the presets make of it, unit, meaning."""
+    lines = ["| variable | default | `--local` | `RECIPE=deepcoder` | unit | meaning |",
+             "| --- | --- | --- | --- | --- | --- |"]
+
+    def shown(value: Any) -> str:
+        text = _render(value).replace(str(REPO) + "/", "") or "(empty)"
+        return f"`{text if len(text) < 72 else text[:24] + '…'}`"
+
     for f in dataclasses.fields(Settings):
-        default, local = (_render(v).replace(str(REPO) + "/", "") or "(empty)"
-                          for v in (f.default, f.metadata["local"]))
-        default = default if len(default) < 40 else default[:24] + "…"
-        local = "" if f.metadata["local"] == f.default else f"`{local}`"
-        lines.append(f"| `{f.metadata['env']}` | `{default}` | {local} | {f.metadata['unit']} | {f.metadata['help']} |")
+        meta = f.metadata
+        presets = ("" if meta[name] is None else shown(meta[name]) for name in ("local", "deepcoder"))
+        lines.append(f"| `{meta['env']}` | {shown(f.default)} | {' | '.join(presets)} | {meta['unit']} | "
+                     f"{meta['help']} |")
     return "\n".join(lines)
 
 

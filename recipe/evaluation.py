@@ -6,17 +6,18 @@ training: sandbox, OpenCode, capture proxy, verifier, with the same sampling, ou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recipe import digests, eval_health, phases, pristine, report, subset, watchdog
-from recipe.adapters import Adapter, adapter_digest, check_adapter
+from recipe.adapters import Adapter, adapter_digest, check_adapter, check_model, model_digest
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, MadeWith, run_cells
 from recipe.config import Settings
 from recipe.harbor_sessions import run_eval_rollout, served_tasks
@@ -123,59 +124,87 @@ class Progress:
 @dataclass(frozen=True)
 class Plan:
     """What one evaluation compares: `adapter`, whose cells get `label` and which the engine serves as `served`, against
-    the base; the result goes to `out`."""
+    the base; the result goes to `out`.
+
+    With `holds` "base" or "trained", `adapter` is a whole model (LORA=0), which an engine can't hold beside the base:
+    only the cells of the one that it holds, under the name of MODEL, are run, and "trained" is the one with a result.
+    """
 
     adapter: Adapter
     label: str
     served: str
     out: Path
+    holds: str = "both"
+
+    def runs(self, job: Job) -> bool:
+        return self.holds == "both" or (job.model == BASE) == (self.holds == "base")
 
 
-def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambda: None,
-             say: Callable[[str], None] = lambda text: print(text, flush=True)) -> dict[str, Any]:
-    """Runs the cells of `plan` that are missing, writes and returns the result; `on_cell` is called after each cell.
-
-    Resumes from eval/cells.jsonl of the run folder. Raises NotPristine, PolicyError or InfrastructureError when the
-    servers cannot be trusted or reached; finished cells are kept.
-    """
-    folder, run = plan.adapter.folder, settings.run_path
-    check_adapter(folder)
-    watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=plan.label)
-    tasks = held_out_tasks(settings)
-    client = PolicyClient(settings.policy_url)
+@contextlib.contextmanager
+def engine_of(settings: Settings, plan: Plan, client: PolicyClient, say: Callable[[str], None]
+              ) -> Iterator[dict[str, Any]]:
+    """While the engine serves what `plan` compares: what the check of its weights measured. Raises NotPristine."""
+    folder = plan.adapter.folder
+    if plan.holds != "both":
+        engine = pristine.check_model(settings, client, folder if plan.holds == "trained" else None)
+        say(f"engine checked on {engine['tokens']} tokens, mean |Δlogp|: {plan.holds} model against its files "
+            f"{engine['model_against_files']:.2g}")
+        yield engine
+        return
     client.load_adapter(plan.served, folder)
     try:
         engine = pristine.check(settings, client, folder, plan.served)
         say(f"engine checked on {engine['tokens']} tokens, mean |Δlogp|: base against its files "
             f"{engine['base_against_files']:.2g}, adapter against its files {engine['adapter_against_files']:.2g}, "
             f"adapter against base {engine['adapter_against_base']:.2g}")
-        protocols = Protocols(run / "eval" / "protocols.json")
-        protocol = protocols.add(describe(settings, client))
-        jobs = make_jobs(tasks, settings.k_samples, protocol, adapter_digest(folder), plan.label, settings.model,
-                         plan.served)
-        log = CellLog(run / "eval" / "cells.jsonl")
-        finished, stale = log.graded(jobs)
-        for line in why_again(stale, protocols):
-            say(line)
-        if finished:
-            say(f"{len(finished)} of {len(jobs)} cells are taken from {log.path}")
-        progress = Progress(run, jobs, finished.values(), say)
-        watchdog.beat(run / watchdog.HEARTBEAT, "eval", cells=progress.done, of=len(jobs))
-
-        def after(cell: Cell) -> None:
-            progress.cell(cell)
-            on_cell()
-
-        fill(settings, [job for job in jobs if job not in finished], log, after)
+        yield engine
     finally:
         try:
             client.unload_adapter(plan.served)
         except PolicyError as err:
             say(f"adapter {plan.served} was not unloaded: {err}")
+
+
+def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambda: None,
+             say: Callable[[str], None] = lambda text: print(text, flush=True)) -> dict[str, Any] | None:
+    """Runs the cells of `plan` that are missing, writes and returns the result, None where `plan` holds only the base;
+    `on_cell` is called after each cell.
+
+    Resumes from eval/cells.jsonl of the run folder. Raises NotPristine, PolicyError or InfrastructureError when the
+    servers cannot be trusted or reached; finished cells are kept.
+    """
+    folder, run = plan.adapter.folder, settings.run_path
+    digest = adapter_digest(check_adapter(folder)) if plan.holds == "both" else model_digest(check_model(folder))
+    watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=plan.label)
+    tasks = held_out_tasks(settings)
+    client = PolicyClient(settings.policy_url)
+    with engine_of(settings, plan, client, say) as engine:
+        protocols = Protocols(run / "eval" / "protocols.json")
+        protocol = protocols.add(describe(settings, client))
+        jobs = make_jobs(tasks, settings.k_samples, protocol, digest, plan.label, settings.model, plan.served)
+        mine = [job for job in jobs if plan.runs(job)]
+        log = CellLog(run / "eval" / "cells.jsonl")
+        finished, stale = log.graded(mine)
+        for line in why_again(stale, protocols):
+            say(line)
+        if finished:
+            say(f"{len(finished)} of {len(mine)} cells are taken from {log.path}")
+        progress = Progress(run, mine, finished.values(), say)
+        watchdog.beat(run / watchdog.HEARTBEAT, "eval", cells=progress.done, of=len(mine))
+
+        def after(cell: Cell) -> None:
+            progress.cell(cell)
+            on_cell()
+
+        fill(settings, [job for job in mine if job not in finished], log, after)
+    if plan.holds == "base":
+        return None
     cells = log.of(jobs)
+    if missing := sum(job not in cells for job in jobs):
+        raise InfrastructureError(f"{missing} base cells are missing: evaluate with the base in the engine first")
     base, other = ([cells[job] for job in jobs if job.model == model] for model in (BASE, plan.label))
     result = {"adapter_name": plan.label, "adapter_path": str(folder), "adapter_source": plan.adapter.source,
-              "adapter_digest": adapter_digest(folder), "protocol": protocol, "tasks": len(tasks),
+              "adapter_digest": digest, "protocol": protocol, "tasks": len(tasks),
               "tasks_digest": tasks_digest(tasks, settings.k_samples), "time": time.time(),
               **report.compare(base, other), "seconds": phases.means([*base, *other]), "engine": engine,
               "settings": settings.as_dict()}

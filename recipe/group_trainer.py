@@ -92,6 +92,7 @@ class GroupGRPOTrainer(ExactCursor):
             self._trained_groups, self.on_skip, self.syncs, self.skip_flat)
         collator = GroupCollator(self.processing_class.pad_token_id, groups_trained=self._trained_groups,
                                  metrics=self._metrics["train"], token_budget=self.args.token_budget or 0,
+                                 sequences=self.args.per_device_train_batch_size,
                                  version=lambda: self.model_version, syncs=self.syncs)
         return DataLoader(self._rollout_dataset, batch_size=1, collate_fn=collator, num_workers=0)
 

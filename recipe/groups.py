@@ -33,7 +33,7 @@ class NoGradedRollouts(RuntimeError):
 
 
 class NoContrast(RuntimeError):
-    """Group after group had equal rewards, and ZERO_CONTRAST=skip leaves such groups out."""
+    """Group after group had equal rewards, and ZERO_CONTRAST=skip leaves such groups out, or had no row at all."""
 
 
 class GroupStream(IterableDataset):
@@ -70,7 +70,8 @@ class GroupStream(IterableDataset):
             flat = flat + 1 if reason == "no contrast" else 0
             if flat >= MAX_FLAT_GROUPS:
                 raise NoContrast(f"the rewards of {flat} groups in a row were all equal: every task is solved always "
-                                 "or never. Choose other tasks, or set ZERO_CONTRAST=train to go through them anyway.")
+                                 "or never, or no turn carries loss (TRAIN_TURNS). Choose other tasks, or set "
+                                 "ZERO_CONTRAST=train to go through them anyway.")
             if ungraded >= MAX_UNGRADED_GROUPS:
                 raise NoGradedRollouts(
                     f"{ungraded} groups in a row had no graded rollout, so there is nothing to train on. The reasons "
@@ -78,11 +79,12 @@ class GroupStream(IterableDataset):
 
     def _unusable(self, group: list[RolloutSample]) -> str | None:
         if not group[0].input_ids:
-            return "ungraded"
+            return "no contrast" if group[0].metrics.get(ROW + "rowless") else "ungraded"
         oldest = min(sampled_by(row.metrics, row.model_version, self.syncs)[0] for row in group)
         if self.version() - oldest > self.max_staleness:
             return "stale"
-        return "no contrast" if self.skip_flat and not has_contrast([r.metrics["reward"] for r in group]) else None
+        rewards = [row.metrics["reward"] for row in group] + group[0].metrics.get(ROW + "rowless", [])
+        return "no contrast" if self.skip_flat and not has_contrast(rewards) else None
 
     def _next_group(self) -> list[RolloutSample]:
         """All rows of the next group: the worker queues them one after the other and says how many they are."""
@@ -110,8 +112,8 @@ class GroupStream(IterableDataset):
             "input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics", "model_version")}
 
 
-def pack(group: list[dict[str, Any]], token_budget: int) -> list[list[dict[str, Any]]]:
-    """Cuts a group into rows of at most `token_budget` tokens, longest sequence first; 0 gives one sequence a row.
+def pack(group: list[dict[str, Any]], token_budget: int, sequences: int = 1) -> list[list[dict[str, Any]]]:
+    """Cuts a group into rows of at most `token_budget` tokens, or with 0 of `sequences` sequences, longest first.
 
     A sequence beyond the budget gets a row of its own: nothing is dropped.
     """
@@ -119,7 +121,9 @@ def pack(group: list[dict[str, Any]], token_budget: int) -> list[list[dict[str, 
     for sample in sorted(group, key=lambda s: len(s["input_ids"]), reverse=True):
         size = len(sample["input_ids"])
         for row in rows:
-            if token_budget > 0 and sum(len(s["input_ids"]) for s in row) + size <= token_budget:
+            fits = (sum(len(s["input_ids"]) for s in row) + size <= token_budget if token_budget > 0
+                    else len(row) < sequences)
+            if fits:
                 row.append(sample)
                 break
         else:
@@ -131,6 +135,7 @@ def pack(group: list[dict[str, Any]], token_budget: int) -> list[list[dict[str, 
 class GroupCollator(DataCollatorForRollout):
     """One group -> {"rows": [one packed TRL batch per row]}, each with its sequences' health and its weight."""
 
+    sequences: int = 1  # of a row where there is no token budget
     version: Callable[[], int] = lambda: 0
     syncs: SyncLog = field(default_factory=SyncLog)
 
@@ -138,7 +143,7 @@ class GroupCollator(DataCollatorForRollout):
         (group,) = examples
         total = sum(sum(sample["completion_mask"]) for sample in group)
         version, rows = self.version(), []
-        for row in pack(group, self.token_budget):
+        for row in pack(group, self.token_budget, self.sequences):
             health = [row_health(sample, version, self.syncs) for sample in row]
             plain = [sample | {"metrics": {k: v for k, v in sample["metrics"].items() if not k.startswith(ROW)}}
                      for sample in row]
@@ -160,7 +165,7 @@ def row_health(sample: dict[str, Any], version: int, syncs: SyncLog) -> RowHealt
                      trained=sum(sample["completion_mask"]), tool_calls=int(m[ROW + "tool_calls"]), reward=m["reward"],
                      advantage=sample["advantage"], staleness=version - began,
                      fresh=began == ended == version, sampled=int(m[ROW + "rollouts"]),
-                     **{name: int(m[ROW + name]) for name in DRIFT})
+                     rowless=m.get(ROW + "rowless", []), **{name: int(m[ROW + name]) for name in DRIFT})
 
 
 def measure_policy(log_probs: torch.Tensor, entropy: torch.Tensor, inputs: dict[str, Any], low: float, high: float

@@ -30,6 +30,7 @@ from openenv.harbor.models import HarborRolloutResult, HarborTaskRef
 from recipe.call_times import FIRST_CALL, LAST_CALL
 from recipe.config import Settings
 from recipe.grading import AGENT_TIMEOUT, EvalRollout, count_tool_calls, eval_outcome, problem_of
+from recipe.turn_selection import tool_turns
 
 HARNESS = "opencode"
 SETUP_TIMEOUT_S = 1800  # as in recipe/seams.py: sandbox, agent set-up and verifier beside the agent's own time
@@ -103,6 +104,8 @@ class HarborSession(ResourceSession):
             raise RolloutFailed(f"{result.trial_name}: {err}") from err
         if not any(any(turn.loss_mask) for turn in self._trace.turns):
             raise RolloutFailed(f"{result.trial_name}: no captured token may be trained on")
+        if self._factory.train_turns == "tool-calls":
+            self._trace = tool_turns(self._trace)  # perhaps none: such a rollout has a reward, but no row
         if result.exception_type == AGENT_TIMEOUT:
             raise TimeoutError(f"{result.trial_name}: {result.error}")
 
@@ -200,11 +203,13 @@ class HarborSessionFactory(ResourceSessionFactory[HarborSession]):
     agent_timeout: int  # seconds
     agent_step_limit: int  # model calls
     sampling: Mapping[str, float | int] | None = None
+    train_turns: str = "all"  # or "tool-calls"
     _tasks: dict[str, tuple[int, str]] = field(default_factory=dict, repr=False, compare=False)  # digest -> index, name
 
     @classmethod
     def from_settings(cls, settings: Settings, split: str) -> HarborSessionFactory:
-        return cls(settings.env_url, split, settings.sandbox, settings.agent_timeout, settings.max_model_calls)
+        return cls(settings.env_url, split, settings.sandbox, settings.agent_timeout, settings.max_model_calls,
+                   train_turns=settings.train_turns)
 
     def __call__(self, sampling: Mapping[str, float | int] | None = None) -> HarborSessionFactory:
         return replace(self, sampling=dict(sampling) if sampling is not None else None)

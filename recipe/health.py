@@ -6,7 +6,7 @@ figure that shows a mistake anywhere between sampler and loss: other weights, ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 RATIO_BAND = (0.998, 1.002)  # where the mean ratio of rows sampled wholly under the trained weights must lie
@@ -29,6 +29,7 @@ class RowHealth:
     staleness: int  # optimizer steps between the weights that sampled the first token and those that are trained
     fresh: bool  # sampled from first to last token under the weights that are trained
     sampled: int = 0  # rollouts of its group, ungraded ones included
+    rowless: list[float] = field(default_factory=list)  # rewards of its group's rollouts that have no turn with loss
     # of its rollout's turns: prompts aligned again with what was held before, prompts that began another row instead,
     # and the tokens by which both differed
     realign: int = 0
@@ -114,10 +115,10 @@ def step_health(rows: list[RowHealth]) -> dict[str, Any]:
         "by_staleness": {str(age): {"rows": len(of_age)} | _ratio(of_age)
                          for age in sorted({row.staleness for row in rows})
                          for of_age in [[row for row in rows if row.staleness == age]]},
-        "contrast": has_contrast([row.reward for row in rows]),
+        "contrast": has_contrast([row.reward for row in rows] + rows[0].rowless),
         "forks": sum(row.fork for row in rollouts.values()), "realigned": sum(r.realign for r in rollouts.values()),
         "drift_tokens": sum(row.drift_tokens for row in rollouts.values()),
-        "ungraded_rollouts": max(0, rows[0].sampled - len(rollouts)),
+        "ungraded_rollouts": max(0, rows[0].sampled - len(rollouts) - len(rows[0].rowless)),
     }
 
 

@@ -50,8 +50,11 @@ class Isolation:
                             "match the installed transformers.")
 
 
-def measure(model: torch.nn.Module, seed: int = 0) -> Isolation:
-    """Runs the check on `model` as it stands, without dropout; its gradients and its mode are left as they were."""
+def measure(model: torch.nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> Isolation:
+    """Runs the check on `model` as it stands, without dropout; its gradients and its mode are left as they were.
+
+    `dtype` is what it computes in, where that is not the dtype of its weights (autocast).
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     device, vocabulary = parameters[0].device, model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(seed)
@@ -92,14 +95,17 @@ def measure(model: torch.nn.Module, seed: int = 0) -> Isolation:
     return Isolation(
         influence=float(influence.abs().max()), log_probs=float((packed - alone).abs().max()),
         gradients=float((packed_gradients - alone_gradients).norm() / alone_gradients.norm().clamp(min=1e-20)),
-        dtype=model.get_input_embeddings().weight.dtype)
+        dtype=dtype or model.get_input_embeddings().weight.dtype)
 
 
 class IsolationCallback(TrainerCallback):
     """Measures the model when training begins, before the first rollout: as loaded, prepared and resumed."""
 
+    def __init__(self, dtype: torch.dtype | None = None):
+        self.dtype = dtype  # that the model computes in
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any
                        ) -> None:
-        found = measure(model)
+        found = measure(model, dtype=self.dtype)
         print(found, flush=True)
         found.require()

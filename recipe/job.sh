@@ -32,6 +32,7 @@ job_begin() {
   LOGS=$RUN_DIR/logs
   RESUME_WITH="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
   if [[ $PRESET == local ]]; then RESUME_WITH+=' --local'; fi
+  if [[ $RECIPE != smoldataenvs ]]; then RESUME_WITH="RECIPE=$RECIPE $RESUME_WITH"; fi
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
   rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"
@@ -140,11 +141,12 @@ start_watchdog() {
   start_process watchdog python3 -m recipe.watchdog --run-dir "$RUN_DIR" --pid "$$" --resume "$RESUME_WITH"
 }
 
-# start_policy train|eval: train takes weight updates, eval is the pristine base that adapters can be loaded into.
+# start_policy train|eval [--weights DIR]: train takes weight updates, eval is the pristine base that adapters can be
+# loaded into, or the model of DIR.
 start_policy() {
-  step policy "starting the policy server ($1 mode, $MODEL)"
+  step policy "starting the policy server ($1 mode, ${3:-$MODEL})"
   beat policy
-  start_process policy bash serve_policy.sh --mode "$1"
+  start_process policy bash serve_policy.sh --mode "$@"
   wait_healthy policy "$POLICY_PORT" /health 1800
 }
 

@@ -1,4 +1,5 @@
-"""What the trainer must know about LFM2 and LFM2.5: LoRA targets, tokenizer, end-of-turn ids.
+"""What the trainer must know about the model: LoRA targets, tokenizer, end-of-turn ids; for LFM2 and LFM2.5 also what
+stock code gets wrong about them.
 
 Nothing here is a constant of one checkpoint: layers, widths and counts are read from the model's config.
 """
@@ -34,14 +35,19 @@ def load_config(settings: Settings) -> PretrainedConfig:
     return AutoConfig.from_pretrained(settings.model, **settings.hub_revision)
 
 
+def is_lfm2(config: PretrainedConfig) -> bool:
+    return config.model_type == "lfm2"
+
+
 def lora_config(settings: Settings) -> LoraConfig:
     """PEFT's config of the adapter: fp32 matrices beside frozen projections of attention and MLP."""
     targets = list(settings.lora_targets)
     if settings.lora_conv:
         targets += [name for name in CONV_PROJECTIONS if name.split(".")[-1] not in targets]
+    excluded = list(CONV_PROJECTIONS) if "out_proj" in targets and not settings.lora_conv else None
     return LoraConfig(r=settings.lora_r, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
                       target_modules=targets, bias="none", task_type="CAUSAL_LM",
-                      exclude_modules=None if settings.lora_conv else list(CONV_PROJECTIONS))
+                      exclude_modules=excluded)
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,13 @@ def plan_adapter(config: PretrainedConfig, lora: LoraConfig) -> AdapterSummary:
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    """The tokenizer with LFM2.5's response template.
+    """The tokenizer, that of LFM2.5 with its response template.
 
-    TRL finds the template only where the chat template is byte-identical to one that it ships, so it is set here.
+    TRL finds a template only where the chat template is byte-identical to one that it ships, so LFM2.5's is set here.
     """
     tokenizer = AutoTokenizer.from_pretrained(settings.model, **settings.hub_revision)
-    tokenizer.response_template = lfm2_2_5_template
+    if is_lfm2(load_config(settings)):
+        tokenizer.response_template = lfm2_2_5_template
     tokenizer.chat_template = template_in_use(tokenizer.chat_template or "", settings.thinking)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

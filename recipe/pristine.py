@@ -49,10 +49,31 @@ def check(settings: Settings, client: PolicyClient, adapter: Path, adapter_name:
     return found
 
 
+def check_model(settings: Settings, client: PolicyClient, weights: Path | None) -> dict[str, Any]:
+    """The same of an engine that holds one model under the name of MODEL: that of the folder `weights`, or MODEL."""
+    ids, model = _load(settings, weights)
+    found = {"tokens": len(ids), "tolerance": TOLERANCE[settings.dtype],
+             "model_against_files": distance(client.prompt_logprobs(settings.model, ids), logprobs(model, ids))}
+    if found["model_against_files"] > found["tolerance"]:
+        raise NotPristine(f"the policy server does not hold {weights or settings.model}: its log-probs differ from "
+                          f"those of the files by {found['model_against_files']:.4f} nats on average (tolerance "
+                          f"{found['tolerance']}): restart it with serve_policy.sh --mode eval"
+                          + (f" --weights {weights}" if weights else ""))
+    return found
+
+
 def reference_logprobs(settings: Settings, adapter: Path) -> tuple[list[int], list[float], list[float]]:
     """Token ids of TEXT and the log-probs of ids[1:] under the base and under base + adapter, on the CPU."""
-    import torch
     from peft import PeftModel
+
+    ids, model = _load(settings)
+    base = logprobs(model, ids)
+    return ids, base, logprobs(PeftModel.from_pretrained(model, adapter).eval(), ids)
+
+
+def _load(settings: Settings, weights: Path | None = None) -> tuple[list[int], Any]:
+    """Token ids of TEXT, and the model of `weights` or MODEL on the CPU."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -61,10 +82,8 @@ def reference_logprobs(settings: Settings, adapter: Path) -> tuple[list[int], li
 
     source = {"pretrained_model_name_or_path": settings.model, **settings.hub_revision}
     ids = AutoTokenizer.from_pretrained(**source)(TEXT)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=getattr(torch, settings.dtype)).eval()
-
-    base = logprobs(model, ids)
-    return ids, base, logprobs(PeftModel.from_pretrained(model, adapter).eval(), ids)
+    model = {"pretrained_model_name_or_path": weights} if weights else source
+    return ids, AutoModelForCausalLM.from_pretrained(**model, dtype=getattr(torch, settings.dtype)).eval()
 
 
 def logprobs(model: Any, ids: list[int]) -> list[float]:

@@ -17,7 +17,8 @@ from recipe.policy_client import PolicyClient
 from recipe.watchdog import write_atomic
 
 SETTINGS = ("dtype", "thinking", "temperature", "top_p", "top_k", "max_output_tokens", "max_model_calls",
-            "agent_timeout", "max_model_len", "opencode_version", "opencode_integrity", "opencode_lean", "sandbox")
+            "agent_timeout", "max_model_len", "tool_call_parser", "opencode_version", "opencode_integrity",
+            "opencode_lean", "sandbox")
 # The files that decide what a rollout does and how it is graded, and the versions of OpenEnv and Harbor.
 CODE = ("requirements/env-server.txt", "serve_policy.sh", "recipe/call_times.py", "recipe/chat_template.py",
         "recipe/env_server.py", "recipe/grading.py", "recipe/harbor_sessions.py", "recipe/lost_model.py",

@@ -17,6 +17,8 @@ from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
 
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
 
 def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, CheckpointPusher | None]:
     """The checkpoint to go on from, and the way to the adapter repository; each None when there is none.
@@ -47,12 +49,12 @@ def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, Chec
     return newest, pusher
 
 
-def adopt(checkpoint: Path, adapter: Path) -> None:
-    """Makes the checkpoint of a run that had all its steps the final adapter."""
-    adapter.mkdir(exist_ok=True)
-    for name in hub.ROOT_FILES:
-        if (checkpoint / name).exists():
-            shutil.copyfile(checkpoint / name, adapter / name)
+def adopt(checkpoint: Path, final: Path) -> None:
+    """Makes the checkpoint of a run that had all its steps the final adapter or model."""
+    final.mkdir(exist_ok=True)
+    for path in checkpoint.iterdir():
+        if path.name in (*hub.ROOT_FILES, *MODEL_FILES) or path.match("model*.safetensors"):
+            shutil.copyfile(path, final / path.name)
 
 
 def main(argv: list[str] | None = None) -> int:

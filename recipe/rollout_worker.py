@@ -115,13 +115,15 @@ class RolloutLoop(_HarnessRolloutLoop):
             sample.metrics |= known[seq.rollout_id] | {
                 ROW + "rollout": float(i), ROW + "tool_calls": float(group.tool_call_counts[i])}
         kept = [sample for sample in samples if not math.isnan(sample.metrics["reward"])]
-        graded = {sample.metrics[ROW + "rollout"] for sample in kept}
+        # A rollout none of whose turns carries loss has a part in its group's baseline and no row.
+        rowless = [reward for reward, sequences in zip(group.rollout_rewards, group.completions_sequences, strict=True)
+                   if reward is not None and not sequences]
         if not kept:
             kept = [RolloutSample(prompt=group.prompts[0], completion=[], input_ids=[], completion_mask=[],
                                   old_log_probs=[], advantage=0.0, model_version=group.model_version,
-                                  group_id=group.group_id, metrics={})]
+                                  group_id=group.group_id, metrics={"reward": math.nan})]
         for sample in kept:
-            sample.metrics |= {ROW + "rows": float(len(kept)), ROW + "graded": float(len(graded)),
+            sample.metrics |= {ROW + "rows": float(len(kept)), ROW + "rowless": rowless,
                                ROW + "rollouts": float(len(group.completions))}
         return kept
 

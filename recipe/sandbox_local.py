@@ -212,9 +212,16 @@ class LocalSandbox(BaseEnvironment):
     def _upload_target(self, path: str) -> Path:
         target = self._host(path)
         if PurePosixPath(path).parts[1] == "tests" and not self._tests_uploaded:
-            # Whatever lies there came from the agent (proot cannot write-protect it): the verifier starts clean.
-            remove_tree(self.folder / "tests")
-            (self.folder / "tests").mkdir()
+            # Whatever lies there came from the agent (proot cannot write-protect it): the verifier starts clean. Its
+            # log folder too: a link or a mode left there would keep it from writing, and the rollout from its grade.
+            (self.folder / "logs").chmod(0o755)
+            for name in ("tests", "logs/verifier"):
+                folder = self.folder / name
+                if folder.is_symlink() or not folder.is_dir():
+                    folder.unlink(missing_ok=True)
+                remove_tree(folder)
+                folder.mkdir()
+            self._give_away(self.folder / "logs/verifier")
             self._tests_uploaded = True
         return target
 

@@ -121,6 +121,7 @@ class SmallEngine:
 class SmallSession:
     """TrainableSession of two sampled turns with one tool call each; `fate` says how the rollout goes.
 
+    "says nothing trained" has no turn with loss;
     "boots 2": the first call is made after the engine's second sync; "spans 3": the second after its third.
     """
 
@@ -144,7 +145,8 @@ class SmallSession:
             call = {"function": {"name": "bash", "arguments": "{}"}}
             self.turns.append(TrainingTurn(
                 node_id=uuid.uuid4().hex, prompt_token_ids=prompt, completion_token_ids=drawn["ids"],
-                per_token_logps=drawn["log_probs"], loss_mask=[0] * len(prompt) + [1] * len(drawn["ids"]),
+                per_token_logps=drawn["log_probs"],
+                loss_mask=[0] * len(prompt) + [int(when != "says")] * len(drawn["ids"]),
                 request={"messages": []}, response={"choices": [{"message": {"content": "", "tool_calls": [call]}}]}))
             # a tool result follows; with "forks" the second turn rewrites the history instead of appending to it
             prompt = [1, 6, 9] if self.fate == "forks" else prompt + drawn["ids"] + [6, 10]

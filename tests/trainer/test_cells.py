@@ -41,7 +41,7 @@ def collect(todo, run_one, **more) -> list[Cell]:
 
 @pytest.mark.parametrize("outcome, status, reward", [
     (Outcome(), "correct", 1.0),
-    (Outcome(reward=0.0), "wrong", 0.0),
+    (Outcome(reward=0.0), "wrong", 0.0), (Outcome(reward=0.75), "wrong", 0.75),  # part of the tests
     (Outcome(reward=0.0, reason="agent timeout"), "wrong", 0.0),  # graded on the work done
     (Outcome(status="ungraded", reward=0.0, reason="401"), "ungraded", None),  # the verifier ran, the agent did not
     (Outcome(status="graded", reward=None), "ungraded", None),

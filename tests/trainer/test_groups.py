@@ -206,3 +206,9 @@ def test_line_of_a_step_names_every_figure():
                  "fresh 2/5 rows 0.99999", "entropy 0.310", "tools 2.2", "tokens 10240 (300 trained)", "skipped 3",
                  "forks 2", "12.3 s (wait 8.1, train 3.0", "ETA 1h01m"):
         assert part in text, part
+
+
+def test_without_a_token_budget_a_row_holds_so_many_sequences():
+    group = [{"input_ids": [0] * n} for n in (5, 9, 1, 7, 3)]
+    assert [[len(s["input_ids"]) for s in row] for row in pack(group, 0, 2)] == [[9, 7], [5, 3], [1]]
+    assert [len(row) for row in pack(group, 0)] == [1] * 5

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recipe.rewards import EfficiencyReward, reward_of
+from recipe.rewards import EfficiencyReward, deepcoder_reward, reward_of
 
 TABLE = [  # env_reward, tool calls, reward
     (1.0, 0, 1.1), (1.0, 1, 1.096875), (1.0, 8, 1.075), (1.0, 16, 1.05), (1.0, 31, 1.003125), (1.0, 32, 1.0),
@@ -33,6 +33,26 @@ def test_reward_of_an_outcome_after_pickling():
     reward = pickle.loads(pickle.dumps(EfficiencyReward(0.1, 32)))
     assert reward(SimpleNamespace(env_reward=1.0, tool_call_count=16)) == pytest.approx(1.05)
     assert reward(SimpleNamespace(env_reward=None, tool_call_count=16)) is None
+
+
+DEEPCODER = [  # fraction of the tests, calls by tool, agent timeout, reward
+    (1.0, {"bash": 1}, False, 1.0), (1.0, {"bash": 3, "write": 17}, False, 1.0),
+    (0.916667, {"bash": 2}, False, 0.0), (0.0, {"bash": 2}, False, 0.0), (1.0, {"bash": 2}, True, 0.0),
+    (1.0, {"bash": 1, "write": 20}, False, 0.97), (1.0, {"bash": 30}, False, 0.7), (0.5, {"bash": 30}, False, -0.3),
+    (1.0, {"bash": 36, "edit": 1}, False, 0.5), (1.0, {"bash": 60}, False, 0.5), (0.0, {"bash": 200}, True, -0.5),
+    (1.0, {"write": 2}, False, -0.1), (0.0, {}, False, -0.1), (1.0, {"edit": 90}, True, -0.1),
+    (0.0, {"bash": 0}, False, -0.1),
+    (None, {"bash": 4}, False, None), (None, {}, True, None),
+]
+
+
+@pytest.mark.parametrize(("fraction", "calls", "timed_out", "expected"), DEEPCODER)
+def test_deepcoder_reward_table(fraction, calls, timed_out, expected):
+    from trl.experimental.async_grpo.openenv_harness import HarnessRolloutOutcome
+    outcome = HarnessRolloutOutcome(env_reward=fraction, completion=[], trace=[], tool_call_count=sum(calls.values()),
+                                    tool_failure_count=0, tool_calls_by_name=calls, timed_out=timed_out)
+    reward = pickle.loads(pickle.dumps(deepcoder_reward))(outcome)
+    assert reward is None if expected is None else reward == pytest.approx(expected, abs=1e-12)
 
 
 def test_trl_hands_over_the_fields_that_the_reward_reads():

@@ -51,6 +51,21 @@ def test_vllm_for_evaluation():
     assert not any("DEV_MODE" in word or "weight-transfer" in word for word in words), "nobody can change the base"
 
 
+def test_the_second_recipe_s_model():
+    words = command("train", ENGINE="vllm", RECIPE="deepcoder")
+    assert words[3] == value(words, "--served-model-name") == "Qwen/Qwen3-4B-Instruct-2507"
+    assert value(words, "--tool-call-parser") == "hermes" and "--enable-lora" not in words
+    words = command("eval", ENGINE="vllm", RECIPE="deepcoder", PREFIX_CACHING="1")
+    assert "--enable-lora" not in words and "--mamba-cache-mode" not in words
+    result = run("--mode", "eval", "--weights", "/runs/a/model", "--print-command", ENGINE="vllm", RECIPE="deepcoder",
+                 MODEL_REVISION="abc")
+    words = shlex.split(result.stdout)
+    assert words[words.index("serve") + 1] == "/runs/a/model"
+    assert value(words, "--served-model-name") == "Qwen/Qwen3-4B-Instruct-2507", "the agent sees one name"
+    words = command("eval", ENGINE="vllm", RECIPE="deepcoder", LORA="1")
+    assert "--enable-lora" in words
+
+
 def test_cpu_engine():
     words = command("train", ENGINE="cpu", PRESET="local")
     assert words[1:4] == ["-m", "recipe.policy_cpu", "--model"] and "--dev-mode" in words
