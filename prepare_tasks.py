@@ -14,13 +14,14 @@ Exit codes: 0 ok, 64 wrong settings, 69 a task could not be fetched or is not th
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recipe import deepcoder, hub, hub_tasks, local_tasks, subset
+from recipe import deepcoder, disk, hub, hub_tasks, local_tasks, subset
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.watchdog import write_atomic
@@ -130,7 +131,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)
         return EXIT_USAGE
     except (hub_tasks.TaskError, hub.HubError, OSError) as err:
-        again = "python prepare_tasks.py" + (" --local" if args.local else "")
+        again = shlex.join(["python", "prepare_tasks.py", *(sys.argv[1:] if argv is None else argv)])
+        if disk.is_full(err):
+            print(disk.advice(out), file=sys.stderr)
         print(f"[tasks] ERROR: {err}\nTasks written so far are kept; continue with: {again}", file=sys.stderr)
         return EXIT_UNAVAILABLE
     return 0

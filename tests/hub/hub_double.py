@@ -117,7 +117,8 @@ class HubDouble:
         return self.repos.setdefault((kind, name), Repo(**options))
 
     def fail(self, times: int, status: int | str, pattern: str, **headers: str) -> Fault:
-        """`status` is an HTTP status, "reset" (before the answer) or "cut" (in the middle of the request's body)."""
+        """`status` is an HTTP status, "reset" (before the answer), "cut" (in the middle of the request's body) or
+        "truncated" (in the middle of the answer's)."""
         self.faults.append(Fault(times, status, pattern, {k.replace("_", "-"): v for k, v in headers.items()}))
         return self.faults[-1]
 
@@ -173,7 +174,8 @@ class HubHandler(BaseHTTPRequestHandler):
         self.body = self.read_chunked() if chunked else self.rfile.read(length)
         if fault and fault.status == "reset":
             return self.reset()
-        if fault:
+        self.truncate = bool(fault) and fault.status == "truncated"
+        if fault and not self.truncate:
             return self.send(fault.status, {"error": f"injected {fault.status}"}, fault.headers)
         try:
             with self.hub.lock:
@@ -205,8 +207,12 @@ class HubHandler(BaseHTTPRequestHandler):
         if "Content-Length" not in (headers or {}):
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        if self.truncate:
+            self.wfile.write(body[:len(body) // 2])
+            self.reset()
+        self.wfile.write(body)
 
     def json(self) -> dict[str, Any]:
         return json.loads(self.body or b"{}")

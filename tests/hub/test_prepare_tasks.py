@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hub_double import HubDouble
+from hub_double import HubDouble, hub_environ
 
 import prepare_tasks
 from recipe import hub as recipe_hub
 from recipe import hub_tasks
+from recipe.config import REPO
 
 TOML = """[metadata]
 difficulty_tier = "{tier}"
@@ -130,6 +136,71 @@ def test_an_outage_leaves_whole_tasks_and_the_same_command_goes_on(data, hub, tm
     assert prepare_tasks.main(["--out", str(out)]) == 0
     assert len(names(out, "train")) == 20 and hub.count("train00[0-8]") == 0
     assert sorted(p.name for p in out.iterdir()) == ["test", "test.json", "train", "train.json"]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {repo!r})
+import prepare_tasks
+from recipe import hub_tasks
+prepare_tasks.REPO, prepare_tasks.DOWNLOADS = Path({data!r}).parent, 2
+hub_tasks.GRADER_SHA256 = {grader!r}
+sys.exit(prepare_tasks.main(["--out", {out!r}]))
+"""
+
+
+def whole(folder: Path) -> bool:
+    return all((folder / path).is_file() for path in hub_tasks.FILES)
+
+
+def test_kill_9_at_any_request_leaves_whole_tasks_and_the_same_command_goes_on(data, hub, tmp_path):
+    out = tmp_path / "out"
+    script = CHILD.format(repo=str(REPO), data=str(data), grader=hub_tasks.GRADER_SHA256, out=str(out))
+    environ = os.environ | hub_environ(hub, tmp_path / "home")
+    for more in (7, 23, 61):  # requests of each life; 30 tasks of 6 files are 180 at least
+        seen = len(hub.requests)
+        child = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL)
+        while len(hub.requests) < seen + more and child.poll() is None:
+            time.sleep(0.001)
+        child.kill()
+        assert child.wait() == -signal.SIGKILL, "it ended before"
+        assert not [t for split in SIZES for t in (out / split).glob("*") if not whole(t)], "half a task"
+        assert not (out / "test.json").exists()
+    assert subprocess.run([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL).returncode == 0
+    for split, tiers in SIZES.items():
+        assert len(names(out, split)) == sum(tiers.values())
+        assert all(whole(out / split / name) for name in names(out, split))
+    assert sorted(p.name for p in out.iterdir()) == ["test", "test.json", "train", "train.json"]
+
+
+def test_fewer_training_tasks_and_all_held_out_ones(data, hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("N_TRAIN_TASKS", "5")
+    out = tmp_path / "out"
+    assert prepare_tasks.main(["--out", str(out)]) == 0
+    assert len(names(out, "train")) == 5 and len(names(out, "test")) == 10
+    assert hub.count("/resolve/.*/tasks/train") < hub.count("/resolve/.*/tasks/test"), "only those are downloaded"
+    monkeypatch.setenv("N_TASKS", "4")
+    assert prepare_tasks.main(["--out", str(out), "--split", "test"]) == 0
+    assert len(names(out, "train")) == 5 and len(names(out, "test")) == 4 == len(list((out / "test").iterdir()))
+    monkeypatch.setenv("N_TRAIN_TASKS", "21")
+    assert prepare_tasks.main(["--out", str(out)]) == 64
+    assert "21 tasks are asked of owner/train, the pinned list has 20: lower N_TRAIN_TASKS" in capsys.readouterr().err
+
+
+def test_a_download_that_breaks_off_is_gone_on_with(data, hub, tmp_path):
+    hub.fail(3, "truncated", "GET .*/instruction.md")
+    assert prepare_tasks.main(["--out", str(tmp_path / "out")]) == 0
+    assert not [fault for fault in hub.faults if fault.times], "the faults were met"
+
+
+def test_a_full_disk_names_the_command(data, hub, small_disk, capsys):
+    with small_disk.filled():
+        assert prepare_tasks.main(["--out", str(small_disk.folder / "tasks")]) == 69
+    said = capsys.readouterr().err
+    assert "is full" in said and "continue with: python prepare_tasks.py" in said
+    assert not (small_disk.folder / "tasks/train.json").exists()
+    assert prepare_tasks.main(["--out", str(small_disk.folder / "tasks")]) == 0
 
 
 def test_a_kill_while_a_task_is_written_leaves_nothing_half_written(data, hub, tmp_path, monkeypatch):
