@@ -21,7 +21,11 @@ source "$REPO/recipe/common.sh"
 setup_say() { printf '%s [setup] %s\n' "$(date +%H:%M:%S)" "$*" >&2; }
 setup_fail() { setup_say "ERROR: $1"; exit "${2:-69}"; }
 
+# can_import PYTHON MODULE
+can_import() { "$1" -c "import $2" >/dev/null 2>&1; }
+
 # find_python WHAT MIN_MINOR [OVERRIDE]: prints the first Python 3.MIN_MINOR or newer (up to 3.14) that can make a venv.
+# Images have Pythons without ensurepip but with pip: that is enough.
 find_python() {
   local what=$1 min=$2 override=${3:-} candidate
   local -a candidates=(python3)
@@ -31,8 +35,8 @@ find_python() {
   shopt -u nullglob
   [[ -n $override ]] && candidates=("$override")
   for candidate in "${candidates[@]}"; do
-    if "$candidate" -c "import sys, venv, ensurepip; sys.exit(not (3, $min) <= sys.version_info[:2] <= (3, 14))" \
-      >/dev/null 2>&1; then
+    if "$candidate" -c "import sys, venv; sys.exit(not (3, $min) <= sys.version_info[:2] <= (3, 14))" \
+      >/dev/null 2>&1 && { can_import "$candidate" ensurepip || can_import "$candidate" pip; }; then
       "$candidate" -c 'import sys; print(sys.executable)'
       return
     fi
@@ -58,7 +62,12 @@ install() {
   local python=$1 log=$CACHE_PATH/setup.log
   shift
   local -a command=("$python" -m pip install --no-input --disable-pip-version-check)
-  [[ $(installer) == uv ]] && command=(uv pip install --python "$python")
+  if [[ $(installer) == uv ]]; then
+    command=(uv pip install --python "$python")
+  elif ! can_import "$python" pip; then # made without ensurepip: the pip of its base installs into it
+    command=("$("$python" -c 'import sys; print(sys._base_executable)')" -m pip --python "$python" install --no-input
+      --disable-pip-version-check)
+  fi
   if ! "${command[@]}" "$@" >>"$log" 2>&1; then
     tail -n 20 "$log" >&2
     setup_fail "installing ($*) failed; the lines above are the end of $log. Run the same command again to go on"
@@ -89,7 +98,7 @@ torch_of() { "$1" -c 'import importlib.metadata as m; print("torch==" + m.versio
 # make_env NAME BASE_PYTHON REQUIREMENTS [--system-site-packages]: prints the interpreter of a finished environment.
 # With the flag it lies on top of the base's packages, whose torch it must not replace.
 make_env() {
-  local name=$1 base=$2 requirements=$3 flag=${4:-} key dir keep=''
+  local name=$1 base=$2 requirements=$3 flag=${4:-} key dir keep='' pip=''
   [[ -z $flag ]] || keep=$(torch_of "$base")
   key=$({ cat "$requirements"; "$base" -V; echo "$base ${TORCH_INDEX:-} $flag${keep:+ $keep}"; } | sha256sum | cut -c1-12)
   dir=$CACHE_PATH/envs/$name-$key
@@ -102,7 +111,8 @@ make_env() {
       ((free >= 4)) || setup_fail "only ${free} GiB are free in $CACHE_PATH; about 4 are needed: free some or set CACHE_DIR"
       setup_say "making the $name environment ($(grep -c == "$requirements") packages, $("$base" -V)${keep:+, on top of its $keep}) in $dir"
       rm -rf "$dir"
-      "$base" -m venv ${flag:+"$flag"} "$dir" >&2 || setup_fail "$base cannot make a virtual environment in $dir"
+      if ! can_import "$base" ensurepip; then pip=--without-pip; fi
+      "$base" -m venv ${flag:+"$flag"} ${pip:+"$pip"} "$dir" >&2 || setup_fail "$base cannot make a virtual environment in $dir"
       [[ $name == trainer ]] && install_torch "$dir/bin/python"
       if [[ -n $flag ]]; then
         # pip, because uv does not see the base's packages and would install a second torch.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import zipfile
 
 from recipe.config import REPO
 
@@ -18,3 +20,23 @@ def test_a_failed_installation_ends_set_up_and_leaves_no_finished_environment(tm
     assert done.returncode == 69, done.stderr
     assert "made" not in done.stdout and "Run the same command again" in done.stderr
     assert not list(tmp_path.glob("cache/envs/*/.complete"))
+
+
+def test_a_python_without_ensurepip_makes_an_environment_with_its_own_pip(tmp_path):
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without/ensurepip.py").write_text("raise ImportError('as in an image without the venv package')")
+    wheel, info = tmp_path / "demo-1.0-py3-none-any.whl", "demo-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    (tmp_path / "requirements.txt").write_text(f"demo @ file://{wheel}\nnothing==0 ; python_version < '3'\n")
+    done = subprocess.run(
+        ["bash", "-c", MAKE.replace("$(command -v python3)", "$(find_python env 11)"), "bash",
+         str(tmp_path / "requirements.txt")],
+        cwd=REPO, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "INSTALLER": "pip", "PIP_NO_INDEX": "1",
+             "PYTHONPATH": str(tmp_path / "without"), "CACHE_PATH": str(tmp_path / "cache")})
+    assert done.returncode == 0, done.stderr
+    site = next((tmp_path / "cache/envs").glob("broken-*/lib/python*/site-packages"))
+    assert [p.name for p in site.iterdir()] == ["demo-1.0.dist-info"]
