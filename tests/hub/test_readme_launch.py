@@ -1,4 +1,4 @@
-"""The README's two launch commands, run as they are printed."""
+"""The README's launch commands, run as they are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from hub_double import HubDouble, hub_environ
 from test_launch import CODE, KEPT, launcher  # noqa: F401 (a fixture)
 
-from recipe.config import REPO
+from recipe.config import REPO, Settings
 
 
 def test_upload_and_launch_as_printed(hub: HubDouble, launcher: str, tmp_path: Path):  # noqa: F811
@@ -29,9 +29,16 @@ def test_upload_and_launch_as_printed(hub: HubDouble, launcher: str, tmp_path: P
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=REPO, env=environ, capture_output=True,
                               text=True, timeout=120)
         assert done.returncode == 0, block + done.stdout + done.stderr
-    (job,) = hub.jobs.values()
-    assert job["spec"]["expose"] == {"ports": [8000], "portsPublic": [8000]}
-    assert job["spec"]["timeoutSeconds"] == 72 * 3600 and job["spec"]["secrets"] == {"HF_TOKEN": "hf_write"}
+    specs = [job["spec"] for job in hub.jobs.values()]
+    assert [(s["flavor"], s["timeoutSeconds"] // 3600) for s in specs] == [("h200x2", 72), ("h200", 48), ("h200", 48)]
+    assert [re.search(r"bash /app/(\w+)\.sh", s["command"][2])[1] for s in specs] == [
+        "run_job", "run_eval_watch", "run_eval"]
+    for spec in specs:
+        assert spec["expose"] == {"ports": [8000], "portsPublic": [8000]}
+        assert spec["secrets"] == {"HF_TOKEN": "hf_write"} and spec["dockerImage"] == "vllm/vllm-openai:v0.31.0"
+        assert spec["environment"]["ADAPTER_REPO"] == "me/LFM2.5-2.6B-opencode-lora-RL"
+        Settings.load(spec["environment"])
+    assert specs[1]["environment"]["N_TASKS"] == "100"
     uploaded = hub.repo(CODE).files()
     needed = {"run_job.sh", "setup.sh", "data/train.json", "requirements/trainer-job.txt", "recipe/config.py"}
     assert needed <= set(uploaded)
