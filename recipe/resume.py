@@ -3,7 +3,7 @@
     RUN_DIR=runs/a python -m recipe.resume      # finds and fetches it, trains nothing; run_job.sh does so first
 
 So a token without write rights, a repository of another run and changed settings are told before a server is started.
-Exit codes: 0 ok; 64 wrong settings, or a checkpoint of other settings; 69 the Hub refused or could not be reached.
+Exit codes: 0 ok; 64 wrong settings, a checkpoint of other settings, or the Hub refuses; 69 it can't be reached.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USAGE
     except hub.HubError as err:
         print(f"nothing was started: {err}", file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        return EXIT_USAGE if err.refused else EXIT_UNAVAILABLE
     print(f"the training goes on from {checkpoint.name}" if checkpoint else "the training begins at the base model",
           flush=True)
     return 0

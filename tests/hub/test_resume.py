@@ -110,7 +110,7 @@ def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, 
     assert code == 64 and "choose another RUN_DIR or ADAPTER_REPO" in text
     hub.tokens["hf_read"] = "read"
     code, text = look("c", HF_TOKEN="hf_read")
-    assert code == 69 and "HF_TOKEN may not write to me/adapter" in text and "Traceback" not in text
+    assert code == 64 and "HF_TOKEN may not write to me/adapter" in text and "Traceback" not in text
     monkeypatch.setattr(recipe_hub, "FIRST_WAIT", 0.01)
     hub.fail(10_000, "reset", "/api/")
     code, text = look("c")
