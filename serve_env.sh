@@ -33,7 +33,7 @@ eval "$settings"
 if [[ -z ${ENV_PYTHON:-} ]]; then
   # shellcheck source=setup.sh
   source "$REPO/setup.sh"
-  setup_all >&2
+  SETUP_ENV_ONLY=1 setup_all >&2
 fi
 # exec: the caller's process id is the server's, so a signal reaches it and its sandboxes end with it.
 exec "$ENV_PYTHON" -m recipe.env_server

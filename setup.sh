@@ -2,6 +2,7 @@
 # Makes what the recipe runs on: the trainer's environment, the env server's, the pinned OpenCode, a sandbox runtime.
 #
 #   bash setup.sh [--local] [--tests]      make everything, print where it lies
+#   bash setup.sh --env-server             only what the env server's machine needs, where it has one of its own
 #   bash setup.sh --launcher               make the launcher's environment only, print its interpreter
 #   source setup.sh; setup_all             the same from a script; exports TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN
 #
@@ -163,7 +164,7 @@ setup_all() {
     env_base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
     (make_env env-server "$env_base" "$REPO/requirements/env-server.txt" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
   fi
-  if [[ -z ${TRAINER_PYTHON:-} ]]; then
+  if [[ -z ${TRAINER_PYTHON:-} && -z ${SETUP_ENV_ONLY:-} ]]; then
     if [[ $ENGINE == vllm ]]; then
       # The job image: vLLM, torch and transformers are there already and stay untouched.
       trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
@@ -180,10 +181,11 @@ setup_all() {
     ENV_PYTHON=$(<"$made/env")
   fi
   rm -rf "$made"
-  export TRAINER_PYTHON ENV_PYTHON
+  export TRAINER_PYTHON=${TRAINER_PYTHON:-} ENV_PYTHON
   # In the job everything is imported once, before anything is trained; here versions and places are enough.
   local -a how=(--quick)
   if [[ $PRESET == job ]]; then how=(); fi
+  if [[ -n ${SETUP_ENV_ONLY:-} ]]; then how+=(--only "env server"); fi
   setup_say "what each process imports:"
   (cd "$REPO" && python3 -m recipe.environments "${how[@]}") | sed 's/^/         /' >&2 ||
     setup_fail "the environments are not as the recipe needs them; the lines above say what to do"
@@ -210,6 +212,7 @@ setup_main() {
       --local) export PRESET=local ;;
       --tests) export SETUP_TESTS=1 ;;
       --launcher) setup_launcher; return ;;
+      --env-server) SETUP_ENV_ONLY=1 ;;
       -h | --help) usage "${BASH_SOURCE[0]}"; return 0 ;;
       *) setup_fail "unknown argument $1; see bash setup.sh --help" 64 ;;
     esac

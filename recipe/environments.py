@@ -150,11 +150,15 @@ def problems(process: Process, facts: Facts, policy: Facts | None = None) -> lis
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="do not import the modules")
+    parser.add_argument("--only", metavar="PROCESS", help="policy server, trainer or env server, instead of all")
     args = parser.parse_args(argv)
-    try:
-        wanted = processes(Settings.load(), os.environ["TRAINER_PYTHON"], os.environ["ENV_PYTHON"])
-    except KeyError as err:
-        print(f'{err.args[0]} is not set: eval "$(bash setup.sh)" sets it', file=sys.stderr)
+    wanted = [process for process in processes(Settings.load(), os.environ.get("TRAINER_PYTHON", ""),
+                                               os.environ.get("ENV_PYTHON", ""))
+              if args.only in (None, process.name)]
+    missing = [process.name for process in wanted if not process.python]
+    if missing or not wanted:
+        print(f'no interpreter is named for {", ".join(missing) or args.only}: eval "$(bash setup.sh)" sets '
+              "TRAINER_PYTHON and ENV_PYTHON", file=sys.stderr)
         return EXIT_UNAVAILABLE
     with ThreadPoolExecutor() as pool:  # side by side: each waits for the disk
         found = list(pool.map(lambda process: ask(process, args.quick), wanted))

@@ -65,9 +65,9 @@ def image(tmp_path) -> dict[str, Site]:
     return sites
 
 
-def report(sites: dict[str, Site], **env: str) -> subprocess.CompletedProcess[str]:
+def report(sites: dict[str, Site], *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "recipe.environments", "--quick"], cwd=REPO, capture_output=True, text=True,
+        [sys.executable, "-m", "recipe.environments", "--quick", *arguments], cwd=REPO, capture_output=True, text=True,
         env={"PATH": f"{sites['policy'].folder}/bin:/usr/bin:/bin", "PRESET": "job",
              "TRAINER_PYTHON": str(sites["trainer"].python), "ENV_PYTHON": str(sites["env"].python)} | env)
 
@@ -117,6 +117,14 @@ def test_what_is_not_there_at_all(image):
 def test_the_cpu_engine_needs_no_vllm(image):
     done = report(image, ENGINE="cpu")
     assert "policy server" not in done.stdout and "requirements/trainer.txt" in done.stdout
+
+
+def test_the_machine_of_the_env_server_needs_no_trainer(image):
+    (image["policy"].folder / "bin/vllm").unlink()
+    done = report(image, "--only", "env server", TRAINER_PYTHON="")
+    assert done.returncode == 0 and done.stdout.startswith("env server: ") and done.stdout.count("\n") == 1
+    done = report(image, TRAINER_PYTHON="")
+    assert done.returncode == 69 and "no interpreter is named for trainer" in done.stderr
 
 
 def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
