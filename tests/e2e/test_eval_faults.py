@@ -16,7 +16,7 @@ from recipe.cells import CellLog, InfrastructureError
 from recipe.config import Settings
 from recipe.evaluation import fill, held_out_tasks, make_jobs
 
-N_TASKS = 3
+N_TASKS = 2
 
 
 class RightAtLast:
@@ -24,7 +24,8 @@ class RightAtLast:
     wrong. Calls `fault` before the second turn of rollout number `at`."""
 
     def __init__(self, at: int = 0) -> None:
-        self.pipelines = {task.instruction.strip(): task.pipeline for task in local_tasks.generate("test", 4, seed=0)}
+        self.pipelines = {task.instruction.strip(): task.pipeline for split, n in (("train", 2), ("test", 4))
+                          for task in local_tasks.generate(split, n, seed=0)}
         self.at, self.rollouts, self.fault = at, 0, lambda: None
 
     def __call__(self, request: dict) -> Reply:
