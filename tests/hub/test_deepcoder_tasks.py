@@ -22,7 +22,7 @@ configs:
 - config_name: other
   data_files: [{split: train, path: other/train-*}]
 - config_name: primeintellect
-  data_files: [{split: train, path: primeintellect/train-*}, {split: test, path: primeintellect/test-*}]
+  data_files: [{split: train, path: primeintellect/train-*}]
 ---
 """
 
@@ -40,25 +40,30 @@ def rows() -> list[dict]:
     return found
 
 
+def published(*parts: list[dict]) -> dict[str, bytes]:
+    """The files of a dataset repository with these rows, one parquet file for each part."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = {"README.md": README.encode(), "other/train-00000-of-00001.parquet": b"not read"}
+    for i, part in enumerate(parts):
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(part), buffer)
+        files[f"primeintellect/train-{i:05d}-of-{len(parts):05d}.parquet"] = buffer.getvalue()
+    return files
+
+
 UNUSABLE = (5, 6, 7, 12)
 
 
 @pytest.fixture(params=["list", "JSON string"])
 def dataset(request, hub: HubDouble, tmp_path, monkeypatch) -> str:
     """A dataset on the double in two files; `tests` is a list or a JSON string of one."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     table = rows()
     if request.param == "JSON string":
         table = [row | {"tests": json.dumps(row["tests"])} for row in table]
-    files = {"README.md": README.encode(), "other/train-00000-of-00001.parquet": b"not read"}
-    for i, part in enumerate((table[:15], table[15:])):
-        buffer = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(part), buffer)
-        files[f"primeintellect/train-0000{i}-of-00002.parquet"] = buffer.getvalue()
     name = f"owner/problems-{request.param[0]}"
-    hub.repo(name, "dataset").add("problems", files)
+    hub.repo(name, "dataset").add("problems", published(table[:15], table[15:]))
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
