@@ -56,7 +56,7 @@ start_policy eval
 start_env
 step eval "base against $ADAPTER on $N_TASKS held-out tasks (log $LOGS/eval.log)"
 run_eval --adapter "${found[0]}" --source "${found[1]}" --results "${found[2]}"
-write_report
+if [[ -z ${EVAL_SCRIPT:-} ]]; then write_report; fi # another script (bench/) leaves none of what it reads
 step finish "results $RUN_DIR/eval/${found[2]}.json${ADAPTER_REPO:+, and eval/ of $ADAPTER_REPO}
          to read $RUN_DIR/report/index.html"
 exit "$EVAL_CODE"

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from recipe.config import REPO
 
-N_TASKS = 2
+N_TASKS, SAMPLES = 1, 2
+N_CELLS = 2 * N_TASKS * SAMPLES
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def run_eval(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: os.environ[k] for k in ("PATH", "HOME", "TMPDIR", "CACHE_DIR", "HF_HUB_OFFLINE") if k in os.environ}
     env |= {name: needed(name) for name in ("TRAINER_PYTHON", "ENV_PYTHON", "OPENCODE_BIN")}
     env |= {name: str(free_port()) for name in ("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT")}
-    env |= {"RUN_DIR": str(folder / "run"), "N_TASKS": str(N_TASKS), "MAX_MODEL_CALLS": "2"}
+    env |= {"RUN_DIR": str(folder / "run"), "N_TASKS": str(N_TASKS), "K_SAMPLES": str(SAMPLES),
+            "MAX_MODEL_CALLS": "2"}
     return subprocess.run(["bash", str(REPO / "run_eval.sh"), "--local", *arguments], env=env, text=True, timeout=540,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -49,15 +51,16 @@ def test_base_against_adapter_and_resume(folder):
     assert first.returncode == 0, first.stdout
     run = folder / "run"
     cells = [json.loads(line) for line in (run / "eval" / "cells.jsonl").read_text().splitlines()]
-    assert len(cells) == 2 * N_TASKS
-    assert {(c["task"], c["model"]) for c in cells} == {(t, m) for t in {c["task"] for c in cells}
-                                                       for m in ("base", "adapter")}
+    assert len(cells) == N_CELLS and len({c["task"] for c in cells}) == N_TASKS
+    assert {(c["model"], c["sample"]) for c in cells} == {(m, s) for m in ("base", "adapter") for s in range(SAMPLES)}
     for cell in cells:
         assert cell["status"] in ("correct", "wrong") and cell["kind"] and cell["difficulty"]
+        assert {*cell["phases"]} == {"sandbox", "agent", "model", "verifier"} and cell["phases"]["model"] > 0
         assert 1 <= cell["model_calls"] <= 2 and cell["tokens"] > 0 and (run / "trials" / cell["trial"]).is_dir()
     result = json.loads((run / "eval" / "final_results.json").read_text())
     assert result["engine"]["base_against_files"] < 1e-4 < result["engine"]["adapter_against_base"]
-    assert sum(result["agreement"][k] for k in ("both", "only_base", "only_adapter", "neither")) == N_TASKS
+    assert sum(result["agreement"][k] for k in ("both", "only_base", "only_adapter", "neither")) == N_TASKS * SAMPLES
+    assert len(result["base"]["samples"]) == SAMPLES and result["tasks"] == N_TASKS
     assert "exact McNemar p" in first.stdout and "only base" in (run / "eval" / "final_results.md").read_text()
     assert not list((run / "sandboxes").glob("*")), "sandboxes were left behind"
 
@@ -65,10 +68,11 @@ def test_base_against_adapter_and_resume(folder):
     (run / "eval" / "cells.jsonl").write_text("".join(json.dumps(c) + "\n" for c in cells[:-1]))
     second = run_eval(folder, "--adapter", str(adapter))
     assert second.returncode == 0, second.stdout
-    assert f"{2 * N_TASKS - 1} of {2 * N_TASKS} cells are taken from" in second.stdout
+    assert f"{N_CELLS - 1} of {N_CELLS} cells are taken from" in second.stdout
     again = [json.loads(line) for line in (run / "eval" / "cells.jsonl").read_text().splitlines()]
     assert again[:-1] == cells[:-1] and len(again) == len(cells)
-    assert (again[-1]["task"], again[-1]["model"]) == (cells[-1]["task"], cells[-1]["model"])
+    assert [again[-1][key] for key in ("task", "model", "sample")] == [
+        cells[-1][key] for key in ("task", "model", "sample")]
 
 
 def test_an_incomplete_adapter_is_refused_before_any_server(folder):

@@ -45,6 +45,7 @@ class SideBySide:
     def __init__(self, hub: HubDouble, folder: Path, steps: int, tasks: int, seed: int):
         self.hub, self.folder, self.steps, self.tasks, self.random = hub, folder, steps, tasks, random.Random(seed)
         self.cells = folder / "watch/eval/cells.jsonl"
+        folder.mkdir(exist_ok=True)
         self.ports: dict[str, dict[str, str]] = {}
         self.lives: list[Life] = []
         self.kept: list[bytes] = []  # whole lines of cells.jsonl at each kill
@@ -125,6 +126,8 @@ class SideBySide:
             manifest = json.loads(files[f"{name}/manifest.json"])
             rule(point["adapter_digest"] == adapters.manifest_digest(manifest), f"{name}: other weights")
             rule(f"eval/{name}_results.json" in files, f"{name}: no results on the Hub")
+        rule({"eval/final_results.json", "eval/final_results.md", "eval/final_results_cells.jsonl"} <= files.keys(),
+             "the training's own evaluation is not on the Hub")
         curves = [commit.tree.get("eval/summary.json") for commit in self.hub.repo(ADAPTER).commits]
         lengths = [len(json.loads(curve)["checkpoints"]) for curve in curves if curve]
         rule(lengths == sorted(lengths) and {*lengths} == {*range(1, self.steps + 1)},
@@ -140,10 +143,15 @@ def main() -> int:
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="recipe-watch-"))
     folder.chmod(0o755)  # under proot the agent runs as nobody and has to be able to enter
-    with HubDouble() as hub:
-        SideBySide(hub, folder, args.steps, args.tasks, args.seed).run(args.kills)
+    kills = runs = 0
+    while kills < args.kills:  # a run may be through before
+        runs += 1
+        with HubDouble() as hub:
+            both = SideBySide(hub, folder / str(runs), args.steps, args.tasks, args.seed + runs - 1)
+            both.run(args.kills - kills)
+        kills += len(both.kept)
     shutil.rmtree(folder, ignore_errors=True)
-    print("every rule held")
+    print(f"{kills} kills in {runs} runs: every rule held")
     return 0
 
 
