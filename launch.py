@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe import sandbox_keys
+from recipe import sandbox_costs, sandbox_keys
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
@@ -33,7 +33,7 @@ LABEL = {"recipe": "lfm-opencode-lora-rl"}
 LEFT_OUT = ["runs/*", ".*", "*/.*", "*__pycache__*"]  # of the code bundle, beside what Git ignores as such
 # Dollars an hour: https://huggingface.co/docs/hub/jobs-pricing
 PRICES = {"h200": 5.0, "h200x2": 10.0, "h200x4": 20.0, "h200x8": 40.0}
-EXPOSED_PORT, SANDBOX = 0.01, 0.01  # dollars an hour: exposed ports of one job, one cpu-basic sandbox
+EXPOSED_PORT = 0.01  # dollars an hour, all exposed ports of one job
 # Seconds a step: measured on h200x2 once the queue of rollouts is full, and in the first steps. 20 steps take 40 min.
 FAST_STEP, SLOW_STEP, SET_UP = 35, 90, 600
 
@@ -94,7 +94,8 @@ class Job:
 
     def dollars(self, hours: float) -> float:
         sandboxes = self.settings.max_inflight if self.settings.sandbox == "hf-sandbox" else 0
-        return hours * (PRICES[self.flavor] + EXPOSED_PORT + SANDBOX * sandboxes)
+        each = sandbox_costs.PRICES.get(self.settings.sandbox_flavor, 0.0)
+        return hours * (PRICES[self.flavor] + EXPOSED_PORT + each * sandboxes)
 
     def describe(self) -> str:
         spec = self.arguments | {"secrets": {name: "(not shown)" for name in self.secrets}}

@@ -150,6 +150,13 @@ setup_sandbox_runtime() {
   run 'apt-get update && apt-get install -y bubblewrap proot' as root (other systems: the packages of these names)"
 }
 
+# env_lock SANDBOX: the requirements file of the env server; some backends need an SDK that nobody else carries.
+env_lock() {
+  local lock=$REPO/requirements/env-server-$1.txt
+  [[ -e $lock ]] || lock=$REPO/requirements/env-server.txt
+  echo "$lock"
+}
+
 # setup_all: everything; needs the settings in the environment or takes them from PRESET.
 setup_all() {
   local exported
@@ -162,7 +169,7 @@ setup_all() {
   # Side by side: each is bound by one core of pip and by the network. An absent result file means that one failed.
   if [[ -z ${ENV_PYTHON:-} ]]; then
     env_base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
-    (make_env env-server "$env_base" "$REPO/requirements/env-server.txt" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
+    (make_env env-server "$env_base" "$(env_lock "$SANDBOX")" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
   fi
   if [[ -z ${TRAINER_PYTHON:-} && -z ${SETUP_ENV_ONLY:-} ]]; then
     if [[ $ENGINE == vllm ]]; then

@@ -40,6 +40,12 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
+def namespace_of(settings: Settings, api: Any) -> str:
+    """The user or organisation that the sandboxes belong to and are billed to. Raises HubError."""
+    return settings.sandbox_namespace or hub.repeat(lambda: api.whoami()["name"], "the Hub",
+                                                    "asking who HF_TOKEN is of", attempts=ATTEMPTS)
+
+
 def left_over(api: Any, namespace: str, labels: Mapping[str, str]) -> list[str]:
     """Ids of the sandboxes of this run that live although their env server has ended, or is ours. Raises HubError."""
     alive = hub.repeat(lambda: list(api.list_jobs(status=list(ALIVE), labels={RUN_LABEL: labels[RUN_LABEL]},
@@ -87,7 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("what", choices=("sweep", "list"))
     args = parser.parse_args(argv)
     try:
-        labels = labels_of(Settings.load(), os.environ)
+        settings = Settings.load()
+        labels = labels_of(settings, os.environ)
     except SettingsError as err:
         print(f"Settings are wrong, nothing was cancelled:\n{err}", file=sys.stderr)
         return EXIT_USAGE
@@ -95,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
     api = HfApi()
     try:
-        namespace = hub.repeat(lambda: api.whoami()["name"], "the Hub", "asking who the token is of", attempts=ATTEMPTS)
+        namespace = namespace_of(settings, api)
         found = (sweep if args.what == "sweep" else left_over)(api, namespace, labels)
     except hub.HubError as err:
         print(f"sandboxes of this run may be left: {err}\nThey end by themselves when idle; look with\n  "

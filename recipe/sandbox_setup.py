@@ -79,7 +79,8 @@ def check_sandbox(settings: Settings) -> None:
 
     status = ask(settings.sandbox)
     if not status.available:
-        raise StartError(f"SANDBOX={settings.sandbox} cannot be used: {status.detail}")
+        raise StartError(f"SANDBOX={settings.sandbox} cannot be used: {status.detail} (setup.sh installs the SDK of "
+                         "the SANDBOX that it is told; an ENV_PYTHON made for another one lacks it)")
 
 
 def use_hf_sandboxes(settings: Settings, gate: Gate) -> Any:
@@ -90,7 +91,7 @@ def use_hf_sandboxes(settings: Settings, gate: Gate) -> Any:
 
     api = HfApi()
     try:  # once: the client would ask before each sandbox otherwise
-        namespace = hub.repeat(lambda: api.whoami()["name"], "the Hub", "asking who HF_TOKEN is of", attempts=4)
+        namespace = hf_sandbox_jobs.namespace_of(settings, api)
     except hub.HubError as err:
         raise StartError(f"SANDBOX=hf-sandbox cannot be used: {err}") from err
     fleet = hf_sandbox.Fleet(

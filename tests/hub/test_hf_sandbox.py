@@ -22,8 +22,8 @@ from sandbox_double import SandboxDouble
 from scripted_engine import Reply, ScriptedEngine, bash_then_answer
 from world import Registry, public_job, task_files, until
 
-from recipe import hub_tasks, local_tasks, sandbox_costs
-from recipe.config import REPO
+from recipe import hf_sandbox_jobs, hub_tasks, local_tasks, sandbox_costs
+from recipe.config import REPO, Settings
 from recipe.harbor_sessions import HarborSession, HarborSessionFactory, RolloutFailed, run_eval_rollout
 
 TASKS = sorted(local_tasks.generate("train", 2, seed=0), key=lambda task: task.name)
@@ -206,9 +206,15 @@ def test_after_a_kill_the_sweep_ends_what_is_left_but_not_what_others_use(world:
         assert world.alive() == ["e2"]
 
 
-def test_sandboxes_that_do_not_start_are_ungraded_and_no_more_are_asked_for(world: World):
+def test_the_start_sweeps_and_sandboxes_that_do_not_start_are_ungraded(world: World):
+    """What a killed job of this adapter left is cancelled; a refusal that lasts closes the gate."""
+    labels = hf_sandbox_jobs.labels_of(Settings.load({"ADAPTER_REPO": "me/adapter", "RUN_DIR": "/gone"}),
+                                       {"JOB_ID": "d" * 24})
+    world.hub.jobs["left"] = world.hub.jobs[world.job] | {
+        "id": "left", "labels": labels | {"hf-sandbox": "1"}, "status": {"stage": "RUNNING", "message": None}}
     server = world.start(SANDBOX_STARTS="1")
     try:
+        assert world.alive() == [] and "had not ended are cancelled: left" in server.log.read_text()
         world.sandboxes.fail_starts = 1000
         outcome = run_eval_rollout(server.settings, "train", 0, "scripted")
         assert (outcome.status, outcome.reward) == ("ungraded", None)

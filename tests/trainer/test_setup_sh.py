@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import zipfile
+from pathlib import Path
 
 from recipe.config import REPO
+from recipe.environments import read_pins
 
 MAKE = 'source ./setup.sh; python=$(make_env broken "$(command -v python3)" "$1") || exit 69; echo "made $python"'
 
@@ -40,3 +42,19 @@ def test_a_python_without_ensurepip_makes_an_environment_with_its_own_pip(tmp_pa
     assert done.returncode == 0, done.stderr
     site = next((tmp_path / "cache/envs").glob("broken-*/lib/python*/site-packages"))
     assert [p.name for p in site.iterdir()] == ["demo-1.0.dist-info"]
+
+
+def test_a_backend_with_an_sdk_has_a_lock_of_its_own_and_the_same_openenv_and_harbor():
+    def lock(sandbox: str) -> str:
+        done = subprocess.run(["bash", "-c", 'source ./setup.sh; env_lock "$1"', "bash", sandbox], cwd=REPO,
+                              capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    stock = lock("hf-sandbox")
+    assert stock == lock("local") == str(REPO / "requirements/env-server.txt")
+    pins = read_pins(Path(stock))
+    for sandbox in ("daytona", "e2b"):
+        more = read_pins(Path(lock(sandbox)))
+        assert sandbox in more and sandbox not in pins
+        assert {name: more[name] for name in ("openenv", "harbor", "huggingface-hub")} == {
+            name: pins[name] for name in ("openenv", "harbor", "huggingface-hub")}
