@@ -39,6 +39,7 @@ if [[ -d $ADAPTER ]]; then ADAPTER=$(realpath "$ADAPTER"); fi
 export N_TRAIN_TASKS=${N_TRAIN_TASKS:-1} # the env server serves both splits; the other one is not needed here
 
 job_begin run_eval.sh "--adapter $ADAPTER" eval
+require_lora
 job_setup
 start_watchdog
 

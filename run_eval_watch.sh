@@ -44,6 +44,7 @@ if [[ -n $CHECKPOINTS ]]; then
 fi
 
 job_begin run_eval_watch.sh "${source_arguments[*]}" eval-watch
+require_lora
 job_setup
 start_watchdog
 

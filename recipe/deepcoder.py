@@ -142,7 +142,7 @@ def hub_rows(dataset: str, config: str, revision: str) -> Sequence[dict[str, Any
 
 
 def task_toml(problem: Problem) -> str:
-    limit = TEST_SECONDS * len(problem.tests) + 2 * SPARE_SECONDS  # the verifier ends by itself before
+    limit = TEST_SECONDS * len(problem.tests) + 3 * SPARE_SECONDS  # the verifier ends by itself before
     return f"""\
 schema_version = "1.2"
 artifacts = []

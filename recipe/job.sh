@@ -44,6 +44,11 @@ job_begin() {
   python3 -m recipe.ports PUBLIC_PORT POLICY_PORT ENV_PORT || exit $?
 }
 
+# require_lora: ends a job that knows adapters only.
+require_lora() {
+  [[ $LORA == 1 ]] || die "$EXIT_USAGE" "LORA=0 trains whole models, and this script evaluates adapters: set LORA=1. run_job.sh evaluates a model"
+}
+
 step() {
   JOB_STEP=$1
   say "$2"
