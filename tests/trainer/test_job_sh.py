@@ -133,6 +133,13 @@ def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(st
 def test_the_resume_command_fits_the_preset(start):
     code, output = start("run_step tasks false\n", PRESET="job", HF_TOKEN="hf_x").end()
     assert code == 69 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
+    code, output = start("run_step tasks false\n", RECIPE="deepcoder").end()
+    assert re.search(r"Resume with: RECIPE=deepcoder RUN_DIR=\S+ bash test_job.sh --local$", output, re.M), output
+
+
+def test_a_script_that_evaluates_adapters_refuses_whole_models(start):
+    code, output = start("require_lora\necho went on\n", RECIPE="deepcoder", PRESET="job").end()
+    assert code == 64 and "set LORA=1" in output and "went on" not in output
 
 
 @pytest.mark.parametrize(("gpus", "env", "policy", "trainer"), [
