@@ -49,7 +49,7 @@ from recipe.sandbox_setup import (
     sweep_sandboxes,
     use_hf_sandboxes,
 )
-from recipe.serving import MOUNT, EndAbandonedRollouts, Threads, outer_app, serve
+from recipe.serving import MOUNT, EndAbandonedRollouts, outer_app, serve
 
 # What a server's first trial imports, in seconds during which nothing else would be served.
 WARM_IMPORTS = ("harbor.trial.single_step", "harbor.verifier.verifier", "harbor.llms.litellm_config", "dirhash",
@@ -130,14 +130,11 @@ def run(settings: Settings) -> int:
     async def first() -> None:
         say(f"route: {await route.first()}")
 
-    async def main() -> int:
-        asyncio.get_running_loop().set_default_executor(Threads(2 * settings.max_concurrent_envs + 8))
-        limit = settings.stall_limit + settings.agent_timeout
-        return await serve((capture, public), (EndAbandonedRollouts(app), control), first=first if route else None,
-                           watch=(lambda: route.watch(limit)) if route else None)
-
+    limit, threads = settings.stall_limit + settings.agent_timeout, 2 * settings.max_concurrent_envs + 8
+    served = serve((capture, public), (EndAbandonedRollouts(app), control), threads=threads,
+                   first=first if route else None, watch=(lambda: route.watch(limit)) if route else None)
     try:
-        return asyncio.run(main())
+        return asyncio.run(served)
     finally:
         if forwarder:
             forwarder.stop()

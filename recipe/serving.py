@@ -69,13 +69,14 @@ class EndAbandonedRollouts:
                 await handler
 
 
-async def serve(public: tuple[Any, socket.socket], control: tuple[Any, socket.socket], *,
+async def serve(public: tuple[Any, socket.socket], control: tuple[Any, socket.socket], *, threads: int,
                 first: Callable[[], Coroutine[Any, Any, None]] | None = None,
                 watch: Callable[[], Coroutine[Any, Any, None]] | None = None) -> int:
     """Serves each app on its bound socket until SIGTERM or SIGINT; returns 128 + signal, or 69 if a server ends.
 
-    `first` runs between the start of the public app and that of the control plane, by which the world knows that
-    all is well; `watch` runs beside both. What either raises ends the servers and is raised.
+    `threads` is how many commands may run in sandboxes at once. `first` runs between the start of the public app and
+    that of the control plane, by which the world knows that all is well; `watch` runs beside both. What either raises
+    ends the servers and is raised.
     """
     import uvicorn
 
@@ -98,6 +99,7 @@ async def serve(public: tuple[Any, socket.socket], control: tuple[Any, socket.so
             server.should_exit = True
 
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(Threads(threads))
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop, signum)
 
