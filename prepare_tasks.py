@@ -75,8 +75,9 @@ def write_task(folder: Path, contents: dict[str, bytes], part: Path) -> bool:
     return True
 
 
-def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path) -> tuple[int, int]:
-    """Writes the tasks to out/split, removes other tasks there, and lists them. Returns (all, newly written)."""
+def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path, source: str = "") -> tuple[int, int]:
+    """Writes the tasks to out/split, removes other tasks there, and lists them with their source (recipe/task_source.py
+    reads it). Returns (all, newly written)."""
     tasks = list(tasks)
     folder, parts, listing = out / split, out / f".{split}.part", out / f"{split}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +98,7 @@ def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path) -> tup
         if other.name not in names and (other / "task.toml").is_file():
             shutil.rmtree(other)
     shutil.rmtree(parts, ignore_errors=True)
-    write_atomic(listing, json.dumps({"split": split, "tasks": names}, indent=1) + "\n")
+    write_atomic(listing, json.dumps({"split": split, "source": source, "tasks": names}, indent=1) + "\n")
     return len(names), sum(written)
 
 
@@ -124,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
             else:
                 # The held-out tasks are the same in every run; SEED chooses among the training tasks only.
                 pinned, seed = lists[split], settings.seed if split == "train" else 0
-                source, tasks = f"{pinned.dataset}@{pinned.revision[:12]}", hub_source(pinned, n, seed=seed)
-            total, new = materialize(split, tasks, out)
+                source, tasks = f"{pinned.dataset}@{pinned.revision}", hub_source(pinned, n, seed=seed)
+            total, new = materialize(split, tasks, out, source)
             print(f"[tasks] {split}: {total} tasks ({new} new, {total - new} unchanged) in {out / split}; {source}")
     except SettingsError as err:
         print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)

@@ -3,7 +3,7 @@
 The trainer's checkpoint-N holds the adapter (adapter_model.safetensors, adapter_config.json, the tokenizer) and, in
 files of their own, the state of the training (optimizer, scheduler, random numbers, position in the tasks). `seal` adds
 
-    settings.json    the settings that it was trained with
+    settings.json    the settings that it was trained with, and `data`, where its tasks come from
     manifest.json    size and SHA-256 of every file; written last, atomically
 
 A folder without a manifest that fits was cut off while it was written, and is never resumed from.
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from recipe import task_source
 from recipe.config import Settings
 from recipe.watchdog import write_atomic
 
@@ -69,7 +70,8 @@ def training_settings(settings: Settings) -> dict[str, Any]:
 
 def seal(folder: Path, settings: Settings) -> Path:
     """Adds settings and manifest to a checkpoint that was written to its end."""
-    write_atomic(folder / SETTINGS, json.dumps(training_settings(settings), indent=1) + "\n")
+    data = {"data": task_source.of_run(Path(settings.run_dir), "train")}
+    write_atomic(folder / SETTINGS, json.dumps(training_settings(settings) | data, indent=1) + "\n")
     files = {path.name: file_record(path) for path in sorted(folder.iterdir())
              if path.is_file() and path.name not in LEFT_OUT and not path.name.startswith(".")}
     write_atomic(folder / MANIFEST, json.dumps({"step": step_of(folder), "files": files}, indent=1) + "\n")

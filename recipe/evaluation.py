@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe import digests, eval_health, phases, pristine, report, subset, watchdog
+from recipe import digests, eval_health, phases, pristine, report, subset, task_source, watchdog
 from recipe.adapters import Adapter, adapter_digest, check_adapter, check_model, model_digest
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, MadeWith, run_cells
 from recipe.config import Settings
@@ -205,7 +205,8 @@ def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambd
     base, other = ([cells[job] for job in jobs if job.model == model] for model in (BASE, plan.label))
     result = {"adapter_name": plan.label, "adapter_path": str(folder), "adapter_source": plan.adapter.source,
               "adapter_digest": digest, "protocol": protocol, "tasks": len(tasks),
-              "tasks_digest": tasks_digest(tasks, settings.k_samples), "time": time.time(),
+              "tasks_digest": tasks_digest(tasks, settings.k_samples),
+              "tasks_source": task_source.of_run(run, SPLIT), "time": time.time(),
               **report.compare(base, other), "seconds": phases.means([*base, *other]), "engine": engine,
               "settings": settings.as_dict()}
     watchdog.write_atomic(plan.out, json.dumps(result, indent=2) + "\n")

@@ -26,6 +26,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
+
 TOKEN = "hf_write"
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 Request = Callable[[str, str], bool]
@@ -269,7 +271,9 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def validate_yaml(self) -> None:
         """The client asks this about every README.md that it uploads."""
-        self.send(200, {"errors": [], "warnings": []})
+        errors, warnings = card_problems(self.json()["content"])
+        self.send(400 if errors else 200, {"errors": [{"message": text} for text in errors],
+                                           "warnings": [{"message": text} for text in warnings]})
 
     def auth_check(self, kinds: str, name: str, write: str | None) -> None:
         self.find(KINDS[kinds], name, write=bool(write))
@@ -401,6 +405,46 @@ class HubHandler(BaseHTTPRequestHandler):
             for end in self.hub.on_end:
                 end(number)
         self.send(200, self.shown(number))
+
+
+def card_problems(content: str) -> tuple[list[str], list[str]]:
+    """Errors and warnings about a model card's metadata, by the rules of the Hub's documentation of model cards."""
+    block = re.match(r"\s*---\r?\n([\s\S]*?)\r?\n---\s*(\r?\n|$)", content)
+    try:
+        data = yaml.safe_load(block[1]) if block else None
+    except yaml.YAMLError as err:
+        return [f"bad YAML: {err}"], []
+    if not data:
+        return [], ["empty or missing yaml metadata in repo card"]
+    if not isinstance(data, dict):
+        return ["the metadata must be a mapping"], []
+    errors = []
+    for key in ("base_model", "datasets"):
+        for value in data[key] if isinstance(data.get(key), list) else [data[key]] if key in data else []:
+            if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)):
+                errors.append(f'"{key}" with value "{value}" is not valid. Use an id from https://hf.co/{key}s.')
+    if "license" in data and data["license"] not in ("apache-2.0", "mit", "other"):
+        errors.append('"license" must be one of the known identifiers, or "other"')
+    if data.get("license") == "other" and not re.fullmatch(r"[a-z0-9.-]+", str(data.get("license_name", ""))):
+        errors.append('"license_name" must be a lowercase identifier when "license" is "other"')
+    if "license_link" in data and not re.match(r"https?://|LICENSE", str(data["license_link"])):
+        errors.append('"license_link" must be a URL or the name of the repo\'s licence file')
+    if data.get("base_model_relation", "adapter") not in ("adapter", "merge", "quantized", "finetune"):
+        errors.append('"base_model_relation" is not a known relation')
+    errors += [f'"{key}" must be {kind.__name__}' for key, kind in (("tags", list), ("pipeline_tag", str),
+               ("library_name", str), ("model-index", list)) if key in data and not isinstance(data[key], kind)]
+    if any(not isinstance(tag, str) for tag in data.get("tags") or []):
+        errors.append('"tags" must be strings')
+    for model in data.get("model-index") or []:
+        required = [(model, "name", "")]
+        for i, result in enumerate(model.get("results") or []):
+            at = f"results[{i}]."
+            required += [(result.get("task") or {}, "type", at + "task."),
+                         *((result.get("dataset") or {}, key, at + "dataset.") for key in ("type", "name")),
+                         *((metric, key, at + "metrics.") for metric in result.get("metrics") or [{}]
+                           for key in ("type", "value"))]
+        errors += [f'"model-index[0].{at}{key}" is required' for where, key, at in required if key not in where]
+    return errors, []
 
 
 NAME = r"(?P<name>[^/]+/[^/]+)"

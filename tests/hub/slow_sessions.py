@@ -26,4 +26,4 @@ class SlowSession(SmallSession):
 class SlowSessions(SmallSessions):
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> SmallSession:
         plain = super().create(task, seed, episode_id)
-        return SlowSession(plain.url, plain.task, plain.fate)
+        return SlowSession(plain.url, plain.task, plain.fate, plain.number)

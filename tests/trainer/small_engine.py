@@ -1,7 +1,7 @@
 """A policy server and rollouts for tests of the trainer: real sampling from the weights it was sent, no agent.
 
 `SmallEngine` is the parent's side: a tiny model behind the weight-transfer routes and POST /sample.
-`SmallSessions` is the rollout worker's side: each session samples two turns over HTTP and is graded by what it drew.
+`SmallSessions` is the rollout worker's side: each session samples two turns over HTTP and every second one is right.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class SmallSession:
     url: str
     task: int
     fate: str
+    number: int = 0  # of its task's sessions; every second one is right, so that each group has a gradient
     call_times: tuple[float, float] | None = None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
@@ -164,7 +165,7 @@ class SmallSession:
         return TrainingTrace(turns=self.turns)
 
     def verify(self, transcript: Any, final_state: Any = None) -> Any:
-        correct = float(self.turns[0].completion_token_ids[0] % 2)
+        correct = float(self.number % 2)
         return SimpleNamespace(env_reward=None if self.fate == "ungraded" else correct)
 
     @property
@@ -199,4 +200,4 @@ class SmallSessions:
         with self.log.open("a") as file:
             file.write(f"{os.getpid()} {index}\n")
         fates = self.fates.get(index, ["runs"])
-        return SmallSession(self.url, index, fates[number % len(fates)])
+        return SmallSession(self.url, index, fates[number % len(fates)], number)

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from lfm2_small import local_settings, small_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from small_engine import TURN, SmallEngine, SmallSessions
 from transformers import Lfm2ForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
+import export_adapter
 import train_lora
-from recipe import json_lines, rollout_log
+from recipe import json_lines, pristine, rollout_log
 from recipe.checkpoints import newest_checkpoint
 from recipe.config import Settings
 from recipe.rollout_worker import RolloutLoop
@@ -118,6 +120,15 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     merged = dict(merged_parameters(adapter))
     assert all(torch.equal(merged[name], engine.served[-1][name]) for name in merged), "last sync is the saved adapter"
 
+    # what is exported scores a text as the engine did after the trainer's last sync
+    assert export_adapter.main(["--checkpoint", str(tmp_path / "adapter"), "--local-dir", str(tmp_path / "out")]) == 0
+    exported = PeftModel.from_pretrained(Lfm2ForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "out").eval()
+    ids = [1, 6, 8, 9, 12, 7, 10, 6, 9]
+    answer = engine.score(ids)["choices"][0]["prompt_logprobs"][1:]
+    trained = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], answer, strict=True)]
+    assert pristine.logprobs(exported, ids) == pytest.approx(trained, abs=1e-5)
+    assert pristine.distance(pristine.logprobs(base, ids), trained) > 1e-3
+
     # resume: from the last whole checkpoint (step 3, the final one), with the tasks that follow
     out = capsys.readouterr().out
     assert "starting from the base model" in out and "resuming from" in out
@@ -128,7 +139,6 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
 
 
 def train_lora_adapter(run: Path):
-    from peft import PeftModel
     return PeftModel.from_pretrained(Lfm2ForCausalLM.from_pretrained(run / "model"), run / "adapter")
 
 
