@@ -179,7 +179,7 @@ def run_and_signal(tmp_path: Path, signal: str, target: str) -> tuple[subprocess
     script.write_text(textwrap.dedent(CHILD_KILLED.format(
         repo=str(REPO), tests=str(REPO / "tests/trainer"), run=str(tmp_path), signal=signal, target=target)))
     environ = {name: value for name, value in os.environ.items() if name != "TRACKIO_DIR"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, env=environ)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environ)
     assert any((tmp_path / "trackio").iterdir()), "trackio writes into the run folder"
     return done, time.time() - float((tmp_path / "killed").read_text())
 
