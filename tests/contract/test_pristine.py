@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from policy_launch import start_cpu_server
 from safetensors.torch import save_file
 from transformers import Lfm2ForCausalLM
 
-from recipe import pristine
+from recipe import eval_health, pristine
 from recipe.config import Settings
 from recipe.policy_client import PolicyClient, PolicyError
 
@@ -105,6 +106,12 @@ def test_adapters_come_and_go(client, adapter, settings):
     client.load_adapter(NAME, adapter)
 
 
-def test_a_dead_server_is_named():
-    client = PolicyClient("http://127.0.0.1:9", timeout=2)
-    assert "http://127.0.0.1:9 does not answer /health" in client.unhealthy()
+def test_what_an_evaluation_stands_on_is_looked_at_and_named(settings, client):
+    policy = int(client.url.rsplit(":", 1)[1])
+    living = dataclasses.replace(settings, policy_port=policy, env_port=9, public_port=10)
+    with pytest.raises(PolicyError, match="http://127.0.0.1:9 does not answer /version"):
+        PolicyClient("http://127.0.0.1:9", timeout=2).version()
+    assert client.version().startswith("cpu, torch ")
+    found = eval_health.problem(living, looks=1)
+    assert "the policy server" not in found and "the env server (see logs/env.log of the run folder) is down" in found
+    assert "the route of the sandboxes to the capture proxy is down: http://127.0.0.1:10/capture/health" in found
