@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hub_double import HubDouble
@@ -32,6 +34,15 @@ def kill_when(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
     child.wait()
 
 
+def shown_by_trackio(run: Path) -> int:
+    """Steps whose reward Trackio's command line finds in the folder of a run."""
+    done = subprocess.run([Path(sys.executable).with_name("trackio"), "get", "metric", "--project",
+                           Settings().trackio_project, "--run", run.name, "--metric", "train/reward", "--json"],
+                          env=os.environ | {"TRACKIO_DIR": str(run / "trackio")}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return len(json.loads(done.stdout)["values"])
+
+
 @pytest.mark.slow
 def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, tmp_path):
     from lfm2_small import small_model
@@ -48,6 +59,7 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
         kill_when(first, uploading)
         messages = [c.message for c in hub.repo(ADAPTER).commits[1:]]
         assert messages in (["checkpoint-2"], ["checkpoint-2", "checkpoint-4"])
+        assert len(trained(tmp_path / "a", 0)) >= 4 and shown_by_trackio(tmp_path / "a") >= 2, "kill -9 lost steps"
         second = start(tmp_path / "b", engine.url, **RUN)
         assert second.wait(600) == 0, (tmp_path / "b/out").read_text()[-3000:]
 
