@@ -3,6 +3,7 @@
 
     python3 launch.py train --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --env MAX_STEPS=20      # the plan only
     python3 launch.py train --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # upload and start
+    python3 launch.py train --adapter-repo you/… --env GPUS=1                # both on one GPU, half the price
     python3 launch.py watch --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # learning curve
     python3 launch.py eval  --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # final comparison
 
@@ -108,6 +109,8 @@ class Job:
             lines.append(f"expected       {few:.1f} to {many:.1f} h for {self.settings.max_steps} steps and set-up, "
                          f"${self.dollars(few):.0f} to ${self.dollars(many):.0f}; the final evaluation comes on top")
             lines.append(f"               {self.step_seconds[0]:.0f} to {self.step_seconds[1]:.0f} s a step ({source})")
+            if self.settings.gpus == 1:
+                lines.append("               steps as timed on h200x2: where the GPU is the limit, one takes longer")
         lines.append(f"at most        {self.hours:g} h, ${self.dollars(self.hours):.0f}: the time limit ends the job")
         return "\n".join(lines)
 
@@ -134,9 +137,14 @@ def plan(args: argparse.Namespace) -> Job:
         env[name] = value
     env.setdefault("MAX_STEPS", "1000")
     settings = Settings.load(env, preset="job")
-    flavor, hours = args.flavor or kind.flavor, kind.hours if args.hours is None else args.hours
+    one_gpu = args.kind == "train" and settings.gpus == 1
+    flavor = args.flavor or ("h200" if one_gpu else kind.flavor)
+    hours = kind.hours if args.hours is None else args.hours
     if flavor not in PRICES:
         raise SettingsError(f"--flavor {flavor}: must be one of {', '.join(PRICES)}; the recipe needs their memory.")
+    if args.kind == "train" and settings.gpus == 2 and flavor == "h200":
+        raise SettingsError("--flavor h200 has one GPU: add --env GPUS=1, with which policy server and trainer share "
+                            "it, or take h200x2.")
     if hours <= 0:
         raise SettingsError(f"--hours {hours:g}: must be above 0; without a time limit of its own a job ends after 30 "
                             "minutes.")
@@ -178,7 +186,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapter-repo", required=True, metavar="OWNER/NAME", help="receives or holds the adapter")
     parser.add_argument("--code-repo", metavar="OWNER/NAME", help="receives this code (default: …-code of that owner)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a setting, repeatable")
-    parser.add_argument("--flavor", help="machine (default: h200x2 to train, h200 to evaluate)")
+    parser.add_argument("--flavor", help="machine (default: h200x2 to train, h200 with "
+                        "--env GPUS=1 and to evaluate)")
     parser.add_argument("--hours", type=float, help="time limit (default: 72 to train, 48 to evaluate)")
     parser.add_argument("--max-price", type=float, metavar="DOLLARS", help="refuse a job that could cost more")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="estimate from the steps of this finished run")

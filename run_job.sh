@@ -2,7 +2,7 @@
 # The whole job: set-up, tasks, policy server, env server, watchdog, training, final evaluation.
 #
 #   bash run_job.sh --local                      on this machine: tiny model, CPU, local sandboxes, no Hub
-#   ADAPTER_REPO=you/name bash run_job.sh        the Hugging Face job (2 GPUs)
+#   ADAPTER_REPO=you/name bash run_job.sh        the Hugging Face job (2 GPUs; one with GPUS=1)
 #   RECIPE=deepcoder bash run_job.sh             programming problems on two GPUs of this machine (or with --local)
 #   RUN_DIR=runs/job-… bash run_job.sh           goes on where that run stopped
 #
@@ -41,6 +41,9 @@ step seam "checking the places where OpenEnv, Harbor and OpenCode are extended"
 run_step seam "$ENV_PYTHON" -c 'from recipe import seams; seams.check()'
 
 start_watchdog
+
+step memory "what policy server and trainer need of the GPU"
+run_step memory env "${TRAINER_ENV[@]}" "$TRAINER_PYTHON" -m recipe.gpu_memory
 
 step tasks "preparing the tasks"
 beat tasks

@@ -7,10 +7,12 @@
 #   ... --print-command                    prints the command and its environment, runs nothing
 #   PRESET=local bash serve_policy.sh --mode train      the tiny model on the CPU engine
 #
-# ENGINE=vllm runs `vllm serve` (0.31), ENGINE=cpu our own server for small models (recipe/policy_cpu, in the trainer's
-# environment: TRAINER_PYTHON), ENGINE=auto takes vllm where a GPU and vllm are. Both speak the same HTTP contract.
+# ENGINE=vllm runs `vllm serve` (0.31; python3 -m where there is no command), ENGINE=cpu our own server for small models
+# (recipe/policy_cpu, in the trainer's environment: TRAINER_PYTHON), ENGINE=auto takes vllm where a GPU and vllm are.
+# Both speak the same HTTP contract.
 # Settings are environment variables, see README.md: MODEL, POLICY_HOST, POLICY_PORT, POLICY_GPU, MAX_MODEL_LEN, DTYPE,
-# GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA, LORA_R, TOOL_CALL_PARSER.
+# GPUS, GPU_MEMORY_UTILIZATION, PREFIX_CACHING, LORA, LORA_R, TOOL_CALL_PARSER. VLLM_FLAGS: further flags of vLLM, to
+# try one (benchmarks).
 # Exit codes: 64 wrong settings or arguments, 69 the server cannot start or died, 130/143 ended by a signal; vLLM's own.
 set -euo pipefail
 REPO=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -39,10 +41,6 @@ settings=$(python3 -m recipe.config export) || exit 64
 eval "$settings"
 weights=${weights:-$MODEL}
 
-if [[ $ENGINE == auto ]]; then
-  if has_gpu && command -v vllm >/dev/null; then ENGINE=vllm; else ENGINE=cpu; fi
-fi
-
 # The smallest rank vLLM has kernels for that holds an adapter of rank LORA_R.
 lora_rank() {
   local rank
@@ -52,12 +50,18 @@ lora_rank() {
   fail "LORA_R=$LORA_R: vLLM serves adapters up to rank 512"
 }
 rank=$(lora_rank)
+memory_share=$(python3 -m recipe.config get ENGINE_MEMORY_SHARE)
 
 env=() command=()
 [[ -n $POLICY_GPU ]] && env+=(CUDA_VISIBLE_DEVICES="$POLICY_GPU")
 if [[ $ENGINE == vllm ]]; then
-  command=(vllm serve "$weights" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"
-    --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --gpu-memory-utilization "$GPU_MEMORY_UTILIZATION"
+  # A vLLM that was unpacked into a folder has no command of its own.
+  serve=(vllm serve "$weights")
+  if ! command -v vllm >/dev/null && python3 -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))'; then
+    serve=(python3 -m vllm.entrypoints.openai.api_server --model "$weights")
+  fi
+  command=("${serve[@]}" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"
+    --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --gpu-memory-utilization "$memory_share"
     # No sampling defaults from the checkpoint: what a request does not set must not be truncated.
     --generation-config vllm
     # Exact token ids and the log-probs of the distribution that was sampled: without both nothing can be trained.
@@ -74,6 +78,8 @@ if [[ $ENGINE == vllm ]]; then
   fi
   if [[ $mode == train ]]; then
     env+=(VLLM_SERVER_DEV_MODE=1) # pausing and weight routes
+    # Our own way of new weights, beside vLLM's for WEIGHT_SYNC=stock (recipe/vllm_weights.py).
+    command+=(--worker-extension-cls recipe.vllm_weights.FlatWeights)
     # No --enable-lora: with it TRL would send adapters under names that change, which the agent cannot ask for.
     command+=(--weight-transfer-config '{"backend":"nccl"}')
   else
@@ -82,6 +88,8 @@ if [[ $ENGINE == vllm ]]; then
       command+=(--enable-lora --max-lora-rank "$rank")
     fi
   fi
+  # shellcheck disable=SC2206 # words, as typed
+  command+=(${VLLM_FLAGS:-})
 else
   if [[ -z ${TRAINER_PYTHON:-} && $print_only == 0 ]]; then
     # shellcheck source=setup.sh

@@ -9,6 +9,7 @@
 # Idempotent: an environment is made once per requirements file and Python version under CACHE_DIR and then reused.
 # Variables:
 #   TRAINER_PYTHON, ENV_PYTHON, OPENCODE_BIN   use these (existing) interpreters and binary, make none
+#   ENVIRONMENTS=present   install nothing at all: those three, or python3 and opencode of the PATH, as they are
 #   TRAINER_BASE_PYTHON, ENV_BASE_PYTHON, LAUNCHER_BASE_PYTHON   interpreters to make the environments from
 #   INSTALLER=auto|pip|uv                      auto takes uv where it is on PATH
 #   TORCH_INDEX=<package index URL>            where to take torch from, e.g. an index of CPU builds
@@ -164,6 +165,10 @@ setup_all() {
   eval "$exported"
   CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
   mkdir -p "$CACHE_PATH"
+  if [[ $ENVIRONMENTS == present ]]; then
+    : "${TRAINER_PYTHON:=$(command -v python3)}" "${ENV_PYTHON:=$TRAINER_PYTHON}" "${OPENCODE_BIN:=$(command -v opencode || true)}"
+    [[ -n $OPENCODE_BIN ]] || setup_fail "ENVIRONMENTS=present, but there is no opencode on PATH: set OPENCODE_BIN" 64
+  fi
   local trainer_base env_base made
   made=$(mktemp -d)
   # Side by side: each is bound by one core of pip and by the network. An absent result file means that one failed.

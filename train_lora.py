@@ -61,7 +61,8 @@ def trainer_arguments(settings: Settings, gpu: bool) -> dict:
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
         max_completion_length=settings.max_output_tokens, max_tool_calling_iterations=settings.max_model_calls,
         max_inflight_tasks=settings.max_inflight,
-        vllm_server_base_url=settings.policy_url, heartbeat_stale_after_s=HEALTH_LIMIT,
+        vllm_server_base_url=settings.policy_url, weight_sync_timeout=settings.weight_sync_timeout,
+        heartbeat_stale_after_s=HEALTH_LIMIT,
         # saving and reporting
         save_strategy="steps" if settings.save_steps else "no", save_steps=settings.save_steps or 1,
         logging_steps=1, disable_tqdm=True,
@@ -152,7 +153,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         args=AsyncGRPOConfig(model_init_kwargs=settings.hub_revision, **trainer_arguments(settings, gpu)),
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
-        weight_transfer=transfer_of(settings.policy_url, run / "weights"),
+        weight_transfer=transfer_of(settings.policy_url, run / "weights", settings.weight_sync == "stock",
+                                    settings.weight_sync_timeout),
         callbacks=[*([IsolationCallback(getattr(torch, settings.dtype))] if lfm2.is_lfm2(config) else []), heartbeat,
                    metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
         while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip")

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -113,7 +115,11 @@ def unavailable(name: str, dtype: str) -> str | None:
     if name == "flash-attn3":
         if capability != HOPPER:
             return f"it needs compute capability 9.0, and this GPU has {capability[0]}.{capability[1]}"
-        return None if importlib.util.find_spec("kernels") else "the package `kernels`, which downloads it, is missing"
+        if not importlib.util.find_spec("kernels"):
+            return "the package `kernels`, which downloads it, is missing"
+        cached = any(Path(constants.HF_HUB_CACHE).glob("*kernels-community--flash-attn3"))
+        offline = constants.HF_HUB_OFFLINE and not cached
+        return "it is not in the Hub cache, and HF_HUB_OFFLINE is set" if offline else None
     if capability < AMPERE:
         return f"it needs compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
     return None if varlen_attn is not None else f"it needs torch 2.10, and this is {torch.__version__}"

@@ -13,9 +13,12 @@ Standard library only: the same file runs in the image's Python, the trainer's a
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -131,7 +134,8 @@ class Settings:
                               check=one_of("train", "skip"))
     ratio_stop: bool = knob(False, "RATIO_STOP", "end the run when the importance ratio of fresh rows is outside "
                             "0.998-1.002 for three steps running, instead of warning")
-    dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine",
+    dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine; --local takes bfloat16 "
+                      "with vLLM",
                       check=one_of("bfloat16", "float32"), local="float32")
     attention: str = knob("auto", "ATTENTION", "attention of the trainer; auto takes the first that runs here: "
                           "flash-attn3 (Hopper), varlen (Ampere and newer), sdpa-packed (anywhere)",
@@ -167,6 +171,8 @@ class Settings:
         "OPENCODE_INTEGRITY", "npm integrity of the agent's Linux x64 package")
     opencode_lean: bool = knob(True, "OPENCODE_LEAN", "switch off the agent's title call, updates and fetches")
     # servers
+    gpus: int = knob(2, "GPUS", "1: policy server and trainer share one GPU, weights by CUDA IPC; 2: one each, weights "
+                     "by NCCL", check=between(1, 2), local=1)
     engine: str = knob("vllm", "ENGINE", "policy server: vllm, cpu (small models), auto (vllm where a GPU is)",
                        check=one_of("vllm", "cpu", "auto"), local="auto")
     tool_call_parser: str = knob("lfm2", "TOOL_CALL_PARSER", "vLLM's parser of the model's tool calls",
@@ -188,8 +194,13 @@ class Settings:
     env_address: str = knob("", "ENV_URL", "where the trainer reaches an env server on another machine; empty: "
                             "127.0.0.1 at ENV_PORT", check=http_url)
     max_model_len: int = knob(40960, "MAX_MODEL_LEN", "context of the policy server", "tokens", at_least(64), 16384)
-    gpu_memory_utilization: float = knob(0.85, "GPU_MEMORY_UTILIZATION", "vLLM's share of its GPU; leaves NCCL room",
-                                         check=between(0.05, 0.99))
+    gpu_memory_utilization: float = knob(0.0, "GPU_MEMORY_UTILIZATION", "vLLM's share of its GPU; 0 is 0.85 alone on "
+                                         "it and 0.4 beside the trainer", check=between(0, 0.99))
+    weight_sync: str = knob("auto", "WEIGHT_SYNC", "way of new weights to vLLM: auto is one flat buffer, by CUDA IPC "
+                            "on one GPU and NCCL between two; stock is TRL's NCCL client",
+                            check=one_of("auto", "stock"))
+    weight_sync_timeout: int = knob(45, "WEIGHT_SYNC_TIMEOUT", "time of one phase of a weight sync before the run ends",
+                                    "s", at_least(1))
     prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM prefix caching; stale after a weight update")
     # guarding, saving, evaluating
     canary_every: int = knob(1, "CANARY_EVERY", "weight syncs between two checks that engine and trainer score a fixed "
@@ -217,6 +228,9 @@ class Settings:
                               check=repo_id)
     # folders
     run_dir: str = knob("", "RUN_DIR", "everything one run writes; empty makes runs/<preset>-<time>")
+    environments: str = knob("pinned", "ENVIRONMENTS", "pinned: set-up makes them; present: TRAINER_PYTHON, ENV_PYTHON "
+                             "(or python3) and OPENCODE_BIN (or opencode) are used as they are, and what differs is "
+                             "only named", check=one_of("pinned", "present"))
     cache_dir: str = knob("", "CACHE_DIR", "environments and the agent's binary, shared by runs; "
                           "empty is ~/.cache/lfm-opencode-lora-rl")
 
@@ -236,6 +250,13 @@ class Settings:
     def hub_revision(self) -> dict[str, str]:
         """The revision argument of from_pretrained, which a model in a local folder does not have."""
         return {} if Path(self.model).is_dir() else {"revision": self.model_revision}
+
+    @property
+    def engine_memory_share(self) -> float:
+        """--gpu-memory-utilization: alone, the rest is for the buffer of the weight sync, NCCL and CUDA graphs; beside
+        the trainer, 0.4 of an H200 is 56 GiB, 2.5 million tokens of LFM2.5-2.6B's cache, twice what 32 rollouts of
+        40,960 tokens can fill. recipe/gpu_memory.py checks that the rest is enough for the trainer."""
+        return self.gpu_memory_utilization or (0.4 if self.gpus == 1 else 0.85)
 
     @property
     def policy_url(self) -> str:
@@ -281,6 +302,10 @@ class Settings:
             problem = f.metadata["check"] and f.metadata["check"](values[f.name])
             if problem:
                 errors.append(f"{f.metadata['env']}={raw or default!r}: {problem}.")
+        if not errors and values["engine"] == "auto":
+            values["engine"] = "vllm" if vllm_runs_here(environ) else "cpu"
+            if values["engine"] == "vllm" and not environ.get("DTYPE"):
+                values["dtype"] = "bfloat16"  # vLLM 0.26 does not start this model in float32
         if not errors:
             errors = _check_together(cls(**values))
         if errors:
@@ -293,6 +318,16 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def vllm_runs_here(environ: Mapping[str, str]) -> bool:
+    """Whether this machine has a GPU and a vLLM to run on it: the `vllm` command, or a package of this Python."""
+    path = environ.get("PATH")
+    if not shutil.which("nvidia-smi", path=path):
+        return False
+    if not shutil.which("vllm", path=path) and importlib.util.find_spec("vllm") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
 
 
 def _parse(raw: str, like: Any) -> Any:
@@ -338,6 +373,12 @@ def _check_together(s: Settings) -> list[str]:
     if s.top_p < 1 or s.top_k > 0:
         errors.append("TOP_P below 1 or TOP_K above 0 truncates the distribution and breaks the importance ratio: "
                       "leave TOP_P=1 and TOP_K=0.")
+    if s.gpu_memory_utilization and s.gpu_memory_utilization < 0.05:
+        errors.append(f"GPU_MEMORY_UTILIZATION={s.gpu_memory_utilization:g}: must be 0 (chosen by GPUS) or at least "
+                      "0.05.")
+    if s.gpus == 1 and s.weight_sync == "stock" and s.engine == "vllm":
+        errors.append("WEIGHT_SYNC=stock is NCCL, which cannot connect two processes on one GPU: set GPUS=2, or leave "
+                      "WEIGHT_SYNC=auto, which takes CUDA IPC.")
     return errors
 
 
@@ -376,7 +417,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in settings.environ().items():
             print(f"export {name}={shlex.quote(value)}")
     elif args.what == "get":
-        values = settings.environ() | {"CACHE_PATH": str(settings.cache_path)}
+        values = settings.environ() | {"CACHE_PATH": str(settings.cache_path),
+                                       "ENGINE_MEMORY_SHARE": str(settings.engine_memory_share)}
         if args.name not in values:
             print(f"no setting is called {args.name}", file=sys.stderr)
             return EXIT_USAGE

@@ -26,6 +26,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, Dat
 
 from recipe import task_cursor
 from recipe.canary import Canary
+from recipe.gpu_weight_transfer import FlatWeightTransfer
 from recipe.groups import GroupCollator, GroupStream, measure_policy
 from recipe.health import RowHealth, step_health
 from recipe.sync_log import SyncLog
@@ -141,15 +142,18 @@ class GroupGRPOTrainer(ExactCursor):
 
     def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
         """TRL's merged sync without merging: what is streamed is computed, the base is not touched."""
-        asked = time.time()
-        self.weight_transfer.pause()
-        paused = time.time()
         if torch.cuda.is_available():
             # The sender reads on streams of its own: what the optimizer wrote must have arrived.
             torch.cuda.synchronize()
+        if isinstance(self.weight_transfer, FlatWeightTransfer):
+            self.weight_transfer.stage(self._streaming_iter())  # all but the last copy, while the engine samples
+        asked = time.time()
+        self.weight_transfer.pause()
+        paused = time.time()
         self.weight_transfer.send_weights(self._streaming_iter())
         sent = time.time()
         self.weight_transfer.resume()
+        self._metrics["train"]["sync/paused_s"].append(time.time() - asked)
         self.model_version += 1
         self.syncs.add(asked, paused, self.model_version)
         self.rollout_worker.update_model_version(self.model_version)

@@ -116,9 +116,9 @@ job_setup() {
   assign_gpus
 }
 
-# assign_gpus: with several GPUs the policy server has POLICY_GPU (default: the second) and the trainer the first of the
-# others, named in TRAINER_ENV; it must not see more than one, or it would split each row among them. With one GPU, or
-# when POLICY_GPU takes all, they share.
+# assign_gpus: with GPUS=1 policy server and trainer share POLICY_GPU (default: the first). With GPUS=2 and several there
+# the policy server has POLICY_GPU (default: the second) and the trainer the first of the others, named in TRAINER_ENV;
+# it must not see more than one, or it would split each row among them. When POLICY_GPU takes all, they share.
 assign_gpus() {
   local -a gpus=()
   local gpu
@@ -129,6 +129,13 @@ assign_gpus() {
     mapfile -t gpus < <(nvidia-smi -L 2>/dev/null | sed -n 's/^GPU \([0-9]*\):.*/\1/p')
   fi
   ((${#gpus[@]} > 1)) || return 0
+  # shellcheck disable=SC2153 # a setting
+  if ((GPUS == 1)); then
+    export POLICY_GPU=${POLICY_GPU:-${gpus[0]}}
+    TRAINER_ENV=(CUDA_VISIBLE_DEVICES="${POLICY_GPU%%,*}")
+    say "GPU ${POLICY_GPU}: policy server and trainer"
+    return 0
+  fi
   export POLICY_GPU=${POLICY_GPU:-${gpus[1]}}
   # shellcheck disable=SC2034 # read by run_job.sh
   TRAINER_ENV=(CUDA_VISIBLE_DEVICES="${gpus[0]}")

@@ -4,9 +4,10 @@ What is sent: `merged_parameters` streams W + scaling * B @ A one module at a ti
 the dtype of W. TRL merges the adapter into the base and takes it out again, in place and in the base's own dtype; in
 bf16 that moves the frozen base with every sync, and the adapter is then trained on weights that no one else has.
 
-How it travels: vLLM takes it over NCCL (TRL's own WeightTransferClient, which the trainer builds itself); the CPU
-engine reads a safetensors file on the same machine (`FileWeightTransfer`). Both follow the same four phases:
-pause -> start_weight_update -> update_weights -> finish_weight_update -> resume.
+How it travels: to vLLM as one flat buffer, by CUDA IPC on one GPU or by NCCL between two
+(recipe/gpu_weight_transfer.py), or with WEIGHT_SYNC=stock by TRL's own NCCL client, which the trainer builds itself;
+the CPU engine reads a safetensors file on the same machine (`FileWeightTransfer`). All stand behind TRL's protocol:
+pause -> send_weights -> resume.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
 Stream = Iterator[tuple[str, torch.Tensor]]
+EXTENSION = "recipe.vllm_weights.FlatWeights"  # what serve_policy.sh --mode train adds to vLLM's worker
 
 
 class WeightSyncError(RuntimeError):
@@ -58,11 +60,12 @@ def merged_weight(module: LoraLinear) -> torch.Tensor:
     return (weight.float() + module.scaling[names[0]] * update).to(weight.dtype)
 
 
-def transfer_of(server_url: str, folder: str | os.PathLike[str]) -> FileWeightTransfer | None:
-    """The transfer that the policy server was started for; None stands for NCCL, TRL's own client.
+def transfer_of(server_url: str, folder: str | os.PathLike[str], stock: bool = False, timeout: float = 300.0
+                ) -> HttpPhases | None:
+    """The transfer that the policy server was started for; None stands for TRL's own NCCL client.
 
-    Raises WeightSyncError for a server that takes no updates or serves adapters: with --enable-lora TRL would send the
-    adapter under ever new names, which the agent does not use.
+    `timeout`: seconds for one phase. Raises WeightSyncError for a server that takes no updates or serves adapters:
+    with --enable-lora TRL would send the adapter under ever new names, which the agent does not use.
     """
     route = server_url.rstrip("/") + "/server_info"
     try:
@@ -77,28 +80,61 @@ def transfer_of(server_url: str, folder: str | os.PathLike[str]) -> FileWeightTr
         raise WeightSyncError(f"the policy server at {server_url} takes no merged weights (adapters: "
                               f"{config.get('lora_config')}, weight transfer: {backend}). Start it with "
                               "serve_policy.sh --mode train.")
-    return FileWeightTransfer(server_url, folder) if backend == "file" else None
+    if backend == "file":
+        return FileWeightTransfer(server_url, folder)
+    if (config.get("parallel_config") or {}).get("worker_extension_cls") != EXTENSION:
+        return None
+    from recipe.gpu_weight_transfer import flat_transfer
+
+    return flat_transfer(server_url, stock, timeout)
 
 
-class FileWeightTransfer:
+class HttpPhases:
+    """What every transfer shares: the phases that are calls to the policy server, and how they fail.
+
+    `timings` holds the seconds of the last sync by part. Every method raises WeightSyncError with the server's answer
+    when a phase does not succeed within `timeout` seconds.
+    """
+
+    def __init__(self, server_url: str, timeout: float):
+        self.server_url, self.timeout = server_url.rstrip("/"), timeout
+        self.timings: dict[str, float] = {}
+
+    def pause(self) -> None:
+        self._call("POST", "/pause", params={"mode": "keep"})
+
+    def resume(self) -> None:
+        self._call("POST", "/resume")
+
+    def _call(self, method: str, route: str, **kwargs: Any) -> requests.Response:
+        started = time.monotonic()
+        try:
+            response = requests.request(method, self.server_url + route, timeout=self.timeout, **kwargs)
+        except requests.RequestException as err:
+            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} failed after "
+                                  f"{time.monotonic() - started:.1f} s: {err}. See logs/policy.log.") from err
+        if response.status_code != 200:
+            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} answered "
+                                  f"{response.status_code}: {response.text[:500]}. The server may hold part of the new "
+                                  "weights and may be paused; a new run sends all of them again. See logs/policy.log.")
+        self.timings[route.strip("/")] = time.monotonic() - started
+        return response
+
+
+class FileWeightTransfer(HttpPhases):
     """TRL's weight-transfer protocol by a safetensors file that the CPU policy server reads.
 
     `folder` must be readable by the server's process; it holds one file of the model's size, replaced at each sync.
-    Every method raises WeightSyncError with the server's answer when a phase does not succeed.
     """
 
     def __init__(self, server_url: str, folder: str | os.PathLike[str], timeout: float = 300.0):
-        self.server_url = server_url.rstrip("/")
+        super().__init__(server_url, timeout)
         self.folder = Path(folder).resolve()
-        self.timeout = timeout
         self.syncs = 0
 
     def init_weight_transfer(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._call("GET", "/health")
-
-    def pause(self) -> None:
-        self._call("POST", "/pause", params={"mode": "keep"})
 
     def send_weights(self, iterator: Stream) -> None:
         self.syncs += 1
@@ -111,21 +147,6 @@ class FileWeightTransfer:
         finally:
             path.unlink()
 
-    def resume(self) -> None:
-        self._call("POST", "/resume")
-
     def destroy(self) -> None:
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
-
-    def _call(self, method: str, route: str, **kwargs: Any) -> None:
-        started = time.monotonic()
-        try:
-            response = requests.request(method, self.server_url + route, timeout=self.timeout, **kwargs)
-        except requests.RequestException as err:
-            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} failed after "
-                                  f"{time.monotonic() - started:.1f} s: {err}. See logs/policy.log.") from err
-        if response.status_code != 200:
-            raise WeightSyncError(f"{method} {route} of the policy server at {self.server_url} answered "
-                                  f"{response.status_code}: {response.text[:500]}. The server may hold part of the new "
-                                  "weights and may be paused; a new run sends all of them again. See logs/policy.log.")

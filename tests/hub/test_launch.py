@@ -131,10 +131,21 @@ def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
     (["--env", "SANDBOX=e2b"], "SANDBOX=e2b needs E2B_API_KEY"),
     (["--from-run", "/nonexistent"], "its metrics.jsonl has no steps"),
     (["--dry-run", "--submit"], "not allowed with argument"),
+    (["--flavor", "h200"], "add --env GPUS=1"),
 ])
 def test_wrong_arguments_cost_no_request(hub, launcher, tmp_path, arguments, message):
     done = launch(launcher, hub, tmp_path, *arguments)
     assert done.returncode == 64 and message in done.stderr and not hub.requests
+
+
+def test_one_gpu_takes_the_machine_of_half_the_price():
+    from launch import parse, plan
+
+    one, two = (plan(parse(["train", "--adapter-repo", "me/adapter", "--env", "MAX_STEPS=20", *more]))
+                for more in (["--env", "GPUS=1"], []))
+    assert (one.flavor, two.flavor) == ("h200", "h200x2") and two.dollars(1) - one.dollars(1) == 5
+    assert "one takes longer" in one.describe() and "one takes longer" not in two.describe()
+    assert plan(parse(["eval", "--adapter-repo", "me/adapter"])).flavor == "h200"
 
 
 @pytest.mark.parametrize(("fault", "where"), [("reset", "whoami"), (500, "auth-check")])

@@ -151,13 +151,16 @@ def test_a_script_that_evaluates_adapters_refuses_whole_models(start):
     (2, {"POLICY_GPU": "0,1"}, "0,1", "0"),  # nothing is left for the trainer: shared
     (8, {"CUDA_VISIBLE_DEVICES": "5,3"}, "3", "5"),
     (8, {"CUDA_VISIBLE_DEVICES": "5,3", "POLICY_GPU": "5"}, "5", "3"),
+    (1, {"GPUS": "1"}, "", ""),
+    (2, {"GPUS": "1"}, "0", "0"),
+    (2, {"GPUS": "1", "POLICY_GPU": "1"}, "1", "1"),
 ])
 def test_gpus_of_policy_server_and_trainer(start, tmp_path, gpus, env, policy, trainer):
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(gpus)))
     smi.chmod(0o755)
-    given = {"CUDA_VISIBLE_DEVICES": "", "POLICY_GPU": ""} | env
+    given = {"CUDA_VISIBLE_DEVICES": "", "POLICY_GPU": "", "GPUS": "2"} | env
     code, output = start('assign_gpus\necho "policy=[$POLICY_GPU] trainer=[${TRAINER_ENV[*]}]"\n',
                          PATH=f"{smi.parent}:{os.environ['PATH']}", **given).end()
     assert code == 0, output

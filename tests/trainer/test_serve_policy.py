@@ -37,9 +37,25 @@ def test_vllm_for_training():
     wanted = {"--host": "127.0.0.1", "--port": "8001", "--logprobs-mode": "processed_logprobs",
               "--tool-call-parser": "lfm2", "--weight-transfer-config": '{"backend":"nccl"}',
               "--max-model-len": "40960", "--dtype": "bfloat16", "--generation-config": "vllm",
-              "--gpu-memory-utilization": "0.85", "--served-model-name": "LiquidAI/LFM2.5-2.6B"}
+              "--gpu-memory-utilization": "0.85",
+              "--worker-extension-cls": "recipe.vllm_weights.FlatWeights",
+              "--served-model-name": "LiquidAI/LFM2.5-2.6B"}
     assert {flag: value(words, flag) for flag in wanted} == wanted
     assert "--enable-lora" not in words and "--revision" not in words
+
+
+def test_one_gpu_leaves_the_trainer_room_and_further_flags_come_last():
+    words = command("train", ENGINE="vllm", GPUS="1", VLLM_FLAGS="--enforce-eager --max-num-seqs 8")
+    assert value(words, "--gpu-memory-utilization") == "0.4" and value(words, "--max-num-seqs") == "8"
+    assert value(command("train", ENGINE="vllm", GPUS="1", GPU_MEMORY_UTILIZATION="0.5"),
+                 "--gpu-memory-utilization") == "0.5"
+
+
+def test_a_vllm_without_command_runs_as_module(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    words = command("train", ENGINE="vllm", PYTHONPATH=str(tmp_path))
+    assert words[1:5] == ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model"]
 
 
 def test_vllm_for_evaluation():
@@ -48,7 +64,8 @@ def test_vllm_for_evaluation():
     assert value(words, "--max-lora-rank") == "32", "24 is no rank vLLM has; 32 is the next"
     assert value(words, "--mamba-cache-mode") == "align" and value(words, "--revision") == "abc"
     assert "--enable-lora" in words and "--enable-prefix-caching" in words
-    assert not any("DEV_MODE" in word or "weight-transfer" in word for word in words), "nobody can change the base"
+    weight_routes = ("DEV_MODE", "weight-transfer", "worker-extension")
+    assert not any(part in word for word in words for part in weight_routes), "nobody can change the base"
 
 
 def test_the_second_recipe_s_model():
