@@ -6,6 +6,7 @@
 #   bash run_tests.sh                 everything
 #   bash run_tests.sh trainer         one or more of: lint trainer hub env contract e2e
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
+#   bash run_tests.sh gpu             on a machine with a GPU and vLLM; not among "everything"
 #
 # Exit codes: 0 all passed, 1 something failed, 64 wrong usage, 69 set-up failed.
 set -euo pipefail
@@ -18,8 +19,8 @@ case ${1:-} in -h | --help) usage run_tests.sh; exit 0 ;; esac
 groups=()
 while (($#)) && [[ $1 != -* ]]; do
   case $1 in
-    lint | trainer | hub | env | contract | e2e) groups+=("$1") ;;
-    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, env, contract, e2e)" >&2; exit 64 ;;
+    lint | trainer | hub | env | contract | e2e | gpu) groups+=("$1") ;;
+    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, env, contract, e2e, gpu)" >&2; exit 64 ;;
   esac
   shift
 done

@@ -7,7 +7,7 @@ import pytest
 from recipe.config import Settings, SettingsError
 from recipe.gpu_memory import GIB, Shape, plans, shape_of
 
-LFM = Shape(parameters=2_569_272_320, adapter=41_123_840, layers=30, hidden=2048, intermediate=10752,
+LFM = Shape(parameters=2_556_677_376, adapter=41_123_840, layers=30, hidden=2048, intermediate=10752,
             attention_layers=10, kv_width=512)
 H200 = 143_771 * 2**20
 

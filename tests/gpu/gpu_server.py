@@ -1,0 +1,23 @@
+"""Starts the policy server on vLLM, as serve_policy.sh does it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from bench.common import Server
+from recipe.config import REPO
+
+LOGS = Path("/tmp/lfm-gpu-tests")
+TINY = REPO / "tiny" / "model"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(model: Path, mode: str, name: str, **settings: str) -> Server:
+    few = {"MAX_MODEL_LEN": "4096", "GPU_MEMORY_UTILIZATION": "0.15", "GPUS": "1"}
+    return Server(model, free_port(), LOGS / f"{name}.log", mode, **(few | settings))

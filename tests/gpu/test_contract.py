@@ -1,0 +1,30 @@
+"""The HTTP contract of the policy server, asked of vLLM: what the CPU server does otherwise is that server's bug."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipe.config import REPO
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_vllm_keeps_the_contract_that_the_cpu_server_keeps(mode, request):
+    server = request.getfixturevalue(f"{mode}_server")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "tests/contract/test_policy_server.py",
+         "tests/contract/test_policy_control.py"], cwd=REPO, capture_output=True, text=True,
+        env=os.environ | {"POLICY_URL": server.url, "POLICY_MODEL": server.model, "CUDA_VISIBLE_DEVICES": ""})
+    print(done.stdout[-4000:])
+    assert done.returncode == 0, done.stdout[-12000:]
+
+
+def test_the_capture_proxys_probe_grades_it_fit_for_training(train_server):
+    from openenv.core.harness.capture.validate_llm import validate_llm
+
+    report = validate_llm(train_server.url, train_server.model)
+    assert (report.rollout_type, report.capture_level) == ("train", "tokens"), report.findings
+    assert report.logprobs_mode == "processed" and report.param_fixes == []

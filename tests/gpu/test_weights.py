@@ -1,0 +1,100 @@
+"""What the engine holds: after a sync by CUDA IPC or NCCL the merged weights bit for bit; an adapter and its base."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+from gpu_server import TINY, serve
+from transformers import AutoTokenizer
+
+from bench.weight_sync import InFlight, load_policy, nudge, ours, wrong_parameters
+from recipe import canary, pristine
+from recipe.config import Settings
+from recipe.gpu_weight_transfer import IpcWeightTransfer, NcclWeightTransfer, flat_transfer
+from recipe.policy_client import PolicyClient
+from recipe.weight_sync import WeightSyncError, transfer_of
+
+
+def three_syncs(server, model, transfer) -> None:
+    """The first runs the engine's loader, the others are copies; each must be exact and reach the sampler."""
+    ids = AutoTokenizer.from_pretrained(server.model)(canary.TEXT).input_ids
+    client = PolicyClient(server.url)
+    flight = InFlight(server.url, server.model, max_tokens=3000)
+    before = None
+    for number in range(3):
+        found = ours(model, transfer)
+        assert found["way"] == ("loader" if number == 0 else "copies"), transfer.applied
+        assert wrong_parameters(model, transfer) == []
+        theirs = client.prompt_logprobs(server.model, ids)
+        assert pristine.distance(theirs, canary.trainer_logprobs(model, ids).tolist()) < canary.TOLERANCES["bfloat16"]
+        assert before is None or pristine.distance(theirs, before) > 1e-3, "the sync did not reach the sampler"
+        before = theirs
+        nudge(model, 0.05)
+    seen = len(flight.times)
+    time.sleep(2)
+    flight.stop = True
+    assert len(flight.times) > seen and not flight.failed, "the request in flight went on"
+
+
+def test_ipc_is_exact(train_server, tmp_path):
+    model = load_policy(TINY)
+    transfer = transfer_of(train_server.url, tmp_path, timeout=45)
+    assert isinstance(transfer, IpcWeightTransfer)
+    transfer.init_weight_transfer()
+    three_syncs(train_server, model, transfer)
+    with pytest.raises(WeightSyncError, match="cannot connect two processes on one GPU"):
+        flat_transfer(train_server.url, True, 45)
+    transfer.destroy()
+
+
+def test_ipc_is_exact_at_the_shape_of_2_6b(large_model):
+    with serve(large_model, "train", "large-ipc", GPU_MEMORY_UTILIZATION="0.3") as server:
+        transfer = flat_transfer(server.url, False, 45)
+        transfer.init_weight_transfer()
+        three_syncs(server, load_policy(large_model), transfer)
+
+
+def test_an_engine_that_is_killed_ends_the_sync_with_a_message():
+    with serve(TINY, "train", "killed") as server:
+        model = load_policy(TINY)
+        transfer = flat_transfer(server.url, False, 45)
+        transfer.init_weight_transfer()
+        ours(model, transfer)
+        server.kill()
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError, match="policy server at .* failed after .*policy.log"):
+            ours(model, transfer)
+        assert time.monotonic() - began < 50
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two processes needs two GPUs")
+def test_nccl_is_exact_and_a_killed_engine_ends_it():
+    with serve(TINY, "train", "tiny-nccl", GPUS="2", POLICY_GPU="1") as server:
+        model = load_policy(TINY)
+        transfer = flat_transfer(server.url, False, 20)
+        assert isinstance(transfer, NcclWeightTransfer)
+        transfer.init_weight_transfer()
+        three_syncs(server, model, transfer)
+        server.kill()
+        began = time.monotonic()
+        with pytest.raises(WeightSyncError):
+            ours(model, transfer)
+        assert time.monotonic() - began < 50
+        with contextlib.suppress(WeightSyncError):
+            transfer.destroy()
+
+
+def test_an_adapter_is_loaded_and_unloaded_by_name(eval_server, tmp_path):
+    model = load_policy(TINY)
+    nudge(model, 0.1)
+    model.save_pretrained(tmp_path / "adapter")  # as train_lora.py writes it
+    settings = Settings.load({"PRESET": "job", "MODEL": str(TINY)})
+    client = PolicyClient(eval_server.url)
+    client.load_adapter("tuned", tmp_path / "adapter")
+    found = pristine.check(settings, client, tmp_path / "adapter", "tuned")
+    assert found["adapter_against_base"] > found["tolerance"], "the adapter is too small for this test to see it"
+    client.unload_adapter("tuned")
+    assert list(client.models()) == [str(TINY)]
