@@ -45,8 +45,9 @@ def learning_figure(summary: Mapping[str, Any]) -> Figure:
         score.axhline(base["pass_at_1"], color=BASE, ls="--", label="base, 95% interval")
     graded = [(p["step"], p["adapter"]) for p in points if p["adapter"]["pass_at_1"] is not None]
     values = [rate["pass_at_1"] for _, rate in graded]
-    spread = [[value - rate["ci95"][0] for value, (_, rate) in zip(values, graded, strict=True)],
-              [rate["ci95"][1] - value for value, (_, rate) in zip(values, graded, strict=True)]]
+    # matplotlib refuses a negative length, which rounding could make at 0 and 1
+    spread = [[max(0.0, value - rate["ci95"][0]) for value, (_, rate) in zip(values, graded, strict=True)],
+              [max(0.0, rate["ci95"][1] - value) for value, (_, rate) in zip(values, graded, strict=True)]]
     if graded:
         score.errorbar([step for step, _ in graded], values, yerr=spread, color=ADAPTER, marker="o", capsize=3,
                        label="checkpoint, 95% interval")

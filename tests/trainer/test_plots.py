@@ -35,7 +35,10 @@ def test_learning_curve_has_a_point_and_an_interval_a_checkpoint_and_the_base_as
 
 
 def test_checkpoints_without_a_graded_cell_and_an_empty_summary_can_be_drawn(tmp_path):
-    for points, base in ([point(100, 0, 0), point(200, 3)], None), ([], None), ([point(100, 0, 0)], rate(0, 0)):
+    edge = point(100, 20)
+    edge["adapter"]["ci95"] = [0.8, 1 - 2e-16]  # below its own rate of 1
+    for points, base in (([edge], None), ([point(100, 0, 0), point(200, 3)], None), ([], None),
+                         ([point(100, 0, 0)], rate(0, 0))):
         plots.learning_curve({"checkpoints": points, "base": base}, tmp_path / "curve.png")
         Image.open(tmp_path / "curve.png").verify()
     assert [p.name for p in tmp_path.iterdir()] == ["curve.png"]
