@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -111,13 +110,14 @@ def check(server: EnvServer, results: list[tuple[float | None, str, str]]) -> No
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=32)
-    parser.add_argument("--inflight", type=int, default=8)
+    parser.add_argument("--inflight", type=int, default=8, help="2 or more")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="recipe-many-"))
-    folder.chmod(0o755)
-    make_run(folder)
-    with ScriptedEngine(script) as engine:
-        server = start_server(folder, engine.port, RECIPE="deepcoder", MAX_INFLIGHT=str(args.inflight))
+    with tempfile.TemporaryDirectory(prefix="recipe-many-") as name, ScriptedEngine(script) as engine:
+        folder = Path(name)
+        folder.chmod(0o755)
+        make_run(folder)
+        server = start_server(folder, engine.port, RECIPE="deepcoder", MAX_INFLIGHT=str(args.inflight),
+                              NUM_GENERATIONS="2")
         try:
             began = time.monotonic()
             results = run(server, args.rollouts, args.inflight)
@@ -125,7 +125,6 @@ def main() -> None:
             check(server, results)
         finally:
             server.stop()
-    shutil.rmtree(folder)
     print(f"{args.rollouts} rollouts, {args.inflight} in flight: {seconds:.0f} s; every reward 1.0, no file or port "
           "shared, no process, folder or file left")
 
