@@ -139,6 +139,8 @@ def run(settings: Settings) -> int:
         if forwarder:
             forwarder.stop()
         sweep_sandboxes(settings, fleet)
+        if fleet:
+            fleet.count()
         if fleet and (totals := sandbox_costs.read(settings.run_path)):
             say(sandbox_costs.line(totals))
 

@@ -47,13 +47,14 @@ class Fleet:
     costs: Costs
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     cool: float = COOL_S
+    live: dict[str, float] = field(default_factory=dict)  # id -> when its start began, monotonic
 
     def create(self, image: str) -> Sandbox:
         """One attempt; blocks. No token goes in: the sandbox runs what a model writes."""
         return Sandbox.create(image=image, flavor=self.flavor, idle_timeout=self.idle_limit, labels=self.labels,
                               namespace=self.namespace, forward_hf_token=False, start_timeout=START_LIMIT_S)
 
-    def end(self, sandbox: Sandbox, began: float) -> None:
+    def end(self, sandbox: Sandbox) -> None:
         """Cancels the sandbox's Job and counts its minutes; blocks. What can't be cancelled is left to the sweep."""
         try:
             hf_sandbox_jobs.cancel(self.api, self.namespace, sandbox.id)
@@ -61,7 +62,13 @@ class Fleet:
             print(f"[env] WARN {err} It is cancelled when the run ends, or ends when idle.", flush=True)
         finally:
             sandbox.close()
-            self.costs.ended(time.monotonic() - began)
+            self.count(sandbox.id)
+
+    def count(self, *job_ids: str) -> None:
+        """Counts sandboxes that have ended, each once; without ids all that live, for the end of the server."""
+        for job_id in job_ids or [*self.live]:
+            if (began := self.live.pop(job_id, None)) is not None:
+                self.costs.ended(time.monotonic() - began)
 
     def noted(self, started: bool, why: str = "", lasting: bool = False) -> None:
         """The outcome of one attempt; may close the gate, for longer each time it has to."""
@@ -136,11 +143,12 @@ class PinnedHFSandbox(HFSandboxEnvironment):
 
         def work() -> Sandbox:
             sandbox = fleet.create(self.task_env_config.docker_image)
+            fleet.live[sandbox.id] = began
             with lock:
                 if not unwanted.is_set():
                     made.append(sandbox)
                     return sandbox
-            fleet.end(sandbox, began)
+            fleet.end(sandbox)
             raise RuntimeError("the start was cancelled")
 
         try:
@@ -149,7 +157,7 @@ class PinnedHFSandbox(HFSandboxEnvironment):
             with lock:
                 unwanted.set()
             if made:
-                threading.Thread(target=fleet.end, args=(made[0], began)).start()
+                threading.Thread(target=fleet.end, args=(made[0],)).start()
             raise
 
     @override
@@ -158,4 +166,4 @@ class PinnedHFSandbox(HFSandboxEnvironment):
         if sandbox is None or not delete:
             return
         assert _fleet is not None
-        await asyncio.to_thread(_fleet.end, sandbox, self._began)
+        await asyncio.to_thread(_fleet.end, sandbox)

@@ -107,7 +107,10 @@ def test_a_kill_is_tried_again_and_its_failure_told(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(hub, "FIRST_WAIT", 0.01)
     closed = []
     made = fleet(tmp_path, Api(refuse))
-    made.end(SimpleNamespace(id="x", close=lambda: closed.append(1)), 0.0)
+    made.live["x"] = 0.0
+    made.end(SimpleNamespace(id="x", close=lambda: closed.append(1)))
+    made.count()
+    assert sandbox_costs.read(tmp_path)["started"] == 1, "counted once"
     assert made.api.cancelled == cancelled and closed
     assert ("WARN cancelling sandbox x: still failing" in capsys.readouterr().out) == (not cancelled)
 

@@ -91,7 +91,7 @@ def world(hub: HubDouble, place: Path, registry: Registry) -> Iterator[World]:
 def server(world: World) -> Iterator[EnvServer]:
     started = world.start()
     yield started
-    started.stop(signal.SIGTERM)
+    started.stop(signal.SIGTERM, 180)
 
 
 def right(task: int = 0):
@@ -174,7 +174,7 @@ def rollout_in_flight(world: World, server: EnvServer) -> Iterator[threading.Thr
         assert reached.wait(180), server.log.read_text()
         assert len(world.alive()) == 1
         yield thread
-        thread.join(60)
+        thread.join(180)
         assert errors, "a rollout whose server has gone is not graded"
     finally:
         held.set()
@@ -185,7 +185,7 @@ def test_rollouts_the_loss_of_the_route_and_the_end(world: World, server: EnvSer
     check_a_rollout(world, server)
     check_a_lost_route(world, server)
     with rollout_in_flight(world, server):
-        assert server.stop(signal.SIGTERM) == 143
+        assert server.stop(signal.SIGTERM, 180) == 143
         assert world.alive() == []
     assert "sandboxes: 3 ran, 1 did not start" in server.log.read_text()
 
@@ -223,7 +223,7 @@ def test_the_start_sweeps_and_sandboxes_that_do_not_start_are_ungraded(world: Wo
         blocked = json.loads((world.run_dir / "blocked.json").read_text())
         assert "sandboxes did not start" in blocked["message"] and "402" in blocked["message"]
     finally:
-        server.stop(signal.SIGTERM)
+        server.stop(signal.SIGTERM, 180)
     assert sandbox_costs.read(world.run_dir)["failed"] == 2 and world.alive() == []
 
 
