@@ -129,7 +129,7 @@ def _evaluation(facts: Facts) -> str:
     parts = []
     if facts.result:
         source = facts.result.get("tasks_source")
-        parts.append(f"{facts.result['tasks']} held-out tasks{f' of {source}' if source else ''}, each with the base "
+        parts.append(f"{facts.result['tasks']} held-out tasks{f' ({source})' if source else ''}, each with the base "
                      "and with this adapter, same sampling and limits as in training. Cells that did not run are "
                      f"ungraded and in no rate. The figures are those of `{facts.result_file}`.")
         parts.append(report.render(facts.result))

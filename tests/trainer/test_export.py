@@ -106,7 +106,7 @@ def test_the_exported_folder_and_its_card(run, tmp_path):
     assert entry.metric_value == 0.75, "the full evaluation, not the watcher's subset"
     assert (entry.dataset_type, entry.dataset_revision) == tuple(HELD_OUT.split("@"))
     assert "0.750 [0.409, 0.929]" in card.text and "| · easy " in card.text and "(learning_curve.png)" in card.text
-    assert f"8 held-out tasks of {HELD_OUT}" in card.text and "`eval/final_results.json`" in card.text
+    assert f"8 held-out tasks ({HELD_OUT})" in card.text and "`eval/final_results.json`" in card.text
     assert "| optimizer steps | 4 |" in card.text and "| learning_rate | 0.0003 |" in card.text, "the checkpoint's"
     assert "| training tasks from | FineEnvs/train@abc |" in card.text
     assert "vllm serve model --enable-lora --max-lora-rank 8 --lora-modules opencode-lora=" in card.text
