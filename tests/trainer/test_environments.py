@@ -105,6 +105,14 @@ def test_another_version_is_named_with_what_to_do(image, where, put, wrong, to_d
     assert to_do in advice and str(image[where].folder) in advice
 
 
+def test_environments_that_are_there_already_are_taken_as_they_are(image):
+    image["policy"].put(vllm="0.26.0")
+    done = report(image, ENVIRONMENTS="present")
+    assert done.returncode == 0 and "differs: vllm is 0.26.0, expected 0.31.0" in done.stdout, done.stdout
+    image["env"].python.unlink()
+    assert report(image, ENVIRONMENTS="present").returncode == 69, "an interpreter that does not run is no version"
+
+
 def test_what_is_not_there_at_all(image):
     (image["policy"].folder / "bin/vllm").unlink()
     image["env"].python.unlink()
