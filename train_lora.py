@@ -157,7 +157,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
                                     settings.weight_sync_timeout),
         callbacks=[*([IsolationCallback(getattr(torch, settings.dtype))] if lfm2.is_lfm2(config) else []), heartbeat,
                    metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
-        while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip")
+        while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
+        row_tokens=settings.max_model_len)
     trainer.remove_callback(PrinterCallback)
     if convolutions := short_conv.isolate(trainer.model):
         print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)

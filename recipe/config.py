@@ -127,8 +127,9 @@ class Settings:
                                "none", "tokens", at_least(0), deepcoder=1024)
     token_budget: int = knob(0, "TOKEN_BUDGET", "tokens of one packed row; 0 counts sequences instead", "tokens",
                              at_least(0))
-    per_device_batch: int = knob(1, "PER_DEVICE_BATCH", "sequences of one packed row where TOKEN_BUDGET is 0; a "
-                                 "step is a group either way", "sequences", at_least(1), deepcoder=4)
+    per_device_batch: int = knob(1, "PER_DEVICE_BATCH", "sequences of one packed row where TOKEN_BUDGET is 0, several "
+                                 "only within MAX_MODEL_LEN tokens; a step is a group either way", "sequences",
+                                 at_least(1), deepcoder=4)
     zero_contrast: str = knob("train", "ZERO_CONTRAST", "groups whose rewards are all equal: train makes them a step "
                               "of zero gradient, as GRPO does; skip gives the step to the next group",
                               check=one_of("train", "skip"))

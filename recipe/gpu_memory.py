@@ -4,7 +4,7 @@
 
 Trainer, in bytes (P: parameters of the base, A: of the adapter, T: tokens of the longest row, L layers of width H whose
 MLP has width M):
-    weights      P · 2 or 4 (DTYPE)
+    weights      P · 2 or 4 (DTYPE; 4 with LORA=0)
     adapter      A · 16: fp32 weights, gradients, AdamW's two moments; with LORA=0 the last three of the whole model
     sync buffer  as the weights: the merged policy in one piece (recipe/flat_weights.py); on the engine's GPU too
                  where that is another one
@@ -70,10 +70,13 @@ def longest_row(settings: Settings) -> int:
 def plans(settings: Settings, shape: Shape, total: int) -> list[Plan]:
     """One plan a GPU. Raises SettingsError with one sentence per thing that does not fit on cards of `total` bytes."""
     width = 4 if settings.dtype == "float32" else 2
-    weights = shape.parameters * width
-    optimizer = shape.adapter * 16 if settings.lora else 3 * weights
-    trainer = {"trainer's weights": weights, "adapter and optimizer": optimizer, "sync buffer": weights,
-               "activations": longest_row(settings) * width * (shape.layers * shape.hidden + 13 * shape.intermediate),
+    weights = shape.parameters * width  # in the engine
+    held = 4 if not settings.lora else width  # LORA=0 trains fp32 weights, and their residual stream is fp32 too
+    trained = shape.parameters * held
+    optimizer = shape.adapter * 16 if settings.lora else 3 * trained
+    trainer = {"trainer's weights": trained, "adapter and optimizer": optimizer, "sync buffer": trained,
+               "activations": longest_row(settings) * (held * shape.layers * shape.hidden
+                                                       + width * 13 * shape.intermediate),
                "trainer's reserve": RESERVE}
     share = int(total * settings.engine_memory_share)
     cache = share - weights - ENGINE_WORK
@@ -82,7 +85,7 @@ def plans(settings: Settings, shape: Shape, total: int) -> list[Plan]:
     if settings.gpus == 1:
         made = [Plan("GPU of both", total, engine | trainer)]
     else:
-        made = [Plan("GPU of the policy server", total, engine | {"sync buffer": weights, "NCCL": SYNC_ROOM}),
+        made = [Plan("GPU of the policy server", total, engine | {"sync buffer": trained, "NCCL": SYNC_ROOM}),
                 Plan("GPU of the trainer", total, trainer)]
     errors = []
     if cache < settings.max_model_len * per_token:

@@ -68,18 +68,20 @@ class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
     `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
-    `canary` checks each sync; `skip_flat` leaves groups without contrast out.
+    `canary` checks each sync; `skip_flat` leaves groups without contrast out; several sequences
+    share a row only within `row_tokens`.
     """
 
     def __init__(self, *args: Any, on_skip: Callable[[str], None] = lambda reason: None,
                  while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None,
-                 skip_flat: bool = False, **kwargs: Any):
+                 skip_flat: bool = False, row_tokens: int = 0, **kwargs: Any):
         check_shape()
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
         self.on_skip, self.while_waiting, self.canary, self.skip_flat = on_skip, while_waiting, canary, skip_flat
+        self.row_tokens = row_tokens
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
 
@@ -93,7 +95,7 @@ class GroupGRPOTrainer(ExactCursor):
             self._trained_groups, self.on_skip, self.syncs, self.skip_flat)
         collator = GroupCollator(self.processing_class.pad_token_id, groups_trained=self._trained_groups,
                                  metrics=self._metrics["train"], token_budget=self.args.token_budget or 0,
-                                 sequences=self.args.per_device_train_batch_size,
+                                 sequences=self.args.per_device_train_batch_size, most=self.row_tokens,
                                  version=lambda: self.model_version, syncs=self.syncs)
         return DataLoader(self._rollout_dataset, batch_size=1, collate_fn=collator, num_workers=0)
 

@@ -112,8 +112,10 @@ class GroupStream(IterableDataset):
             "input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics", "model_version")}
 
 
-def pack(group: list[dict[str, Any]], token_budget: int, sequences: int = 1) -> list[list[dict[str, Any]]]:
-    """Cuts a group into rows of at most `token_budget` tokens, or with 0 of `sequences` sequences, longest first.
+def pack(group: list[dict[str, Any]], token_budget: int, sequences: int = 1, most: int = 0
+         ) -> list[list[dict[str, Any]]]:
+    """Cuts a group into rows of at most `token_budget` tokens, longest first; with 0 of at most `sequences` sequences,
+    several of them only within `most` tokens (0: without such a limit).
 
     A sequence beyond the budget gets a row of its own: nothing is dropped.
     """
@@ -121,9 +123,9 @@ def pack(group: list[dict[str, Any]], token_budget: int, sequences: int = 1) -> 
     for sample in sorted(group, key=lambda s: len(s["input_ids"]), reverse=True):
         size = len(sample["input_ids"])
         for row in rows:
-            fits = (sum(len(s["input_ids"]) for s in row) + size <= token_budget if token_budget > 0
-                    else len(row) < sequences)
-            if fits:
+            limit = token_budget if token_budget > 0 else most
+            full = token_budget <= 0 and len(row) >= sequences
+            if not full and (not limit or sum(len(s["input_ids"]) for s in row) + size <= limit):
                 row.append(sample)
                 break
         else:
@@ -135,7 +137,8 @@ def pack(group: list[dict[str, Any]], token_budget: int, sequences: int = 1) -> 
 class GroupCollator(DataCollatorForRollout):
     """One group -> {"rows": [one packed TRL batch per row]}, each with its sequences' health and its weight."""
 
-    sequences: int = 1  # of a row where there is no token budget
+    sequences: int = 1  # of a row where there is no token budget, as long as they have at most `most` tokens
+    most: int = 0
     version: Callable[[], int] = lambda: 0
     syncs: SyncLog = field(default_factory=SyncLog)
 
@@ -143,7 +146,7 @@ class GroupCollator(DataCollatorForRollout):
         (group,) = examples
         total = sum(sum(sample["completion_mask"]) for sample in group)
         version, rows = self.version(), []
-        for row in pack(group, self.token_budget, self.sequences):
+        for row in pack(group, self.token_budget, self.sequences, self.most):
             health = [row_health(sample, version, self.syncs) for sample in row]
             plain = [sample | {"metrics": {k: v for k, v in sample["metrics"].items() if not k.startswith(ROW)}}
                      for sample in row]

@@ -30,6 +30,17 @@ def test_the_defaults_fit_on_one_h200_and_on_two():
     assert "policy server 56" in str(one) and "activations 15" in str(one)
 
 
+def test_all_weights_of_the_second_recipe_need_16_bytes_each_and_fit_on_two_h200():
+    qwen = Shape(parameters=4_022_468_096, adapter=0, layers=36, hidden=2560, intermediate=9728, attention_layers=36,
+                 kv_width=1024)
+    engine, trains = plans(Settings.load({"RECIPE": "deepcoder"}), qwen, H200)
+    assert trains.parts["trainer's weights"] + trains.parts["adapter and optimizer"] == 16 * qwen.parameters
+    assert engine.parts["sync buffer"] == trains.parts["sync buffer"] == 4 * qwen.parameters
+    assert trains.free > 20 * GIB
+    with pytest.raises(SettingsError, match="GPU of the trainer lacks"):
+        plans(Settings.load({"RECIPE": "deepcoder", "GPU_MEMORY_UTILIZATION": "0.7"}), qwen, 80 * GIB)
+
+
 @pytest.mark.parametrize("settings, said", [
     ({"GPUS": "1", "GPU_MEMORY_UTILIZATION": "0.85"}, "GPU of both lacks .*lower GPU_MEMORY_UTILIZATION to 0.7"),
     ({"GPUS": "1", "TOKEN_BUDGET": "400000"}, "GPU of both lacks .*lower TOKEN_BUDGET=400000.*or set GPUS=2"),

@@ -212,3 +212,5 @@ def test_without_a_token_budget_a_row_holds_so_many_sequences():
     group = [{"input_ids": [0] * n} for n in (5, 9, 1, 7, 3)]
     assert [[len(s["input_ids"]) for s in row] for row in pack(group, 0, 2)] == [[9, 7], [5, 3], [1]]
     assert [len(row) for row in pack(group, 0)] == [1] * 5
+    assert [[len(s["input_ids"]) for s in row] for row in pack(group, 0, 4, 12)] == [[9, 3], [7, 5], [1]]
+    assert [len(row) for row in pack(group, 0, 4, 2)] == [1] * 5, "a sequence beyond it has a row of its own"
