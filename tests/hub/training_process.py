@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 from slow_sessions import SlowSessions  # noqa: F401 (puts tests/trainer on the path)
 
@@ -54,6 +55,18 @@ def trained(folder: Path, first_group: int, skip: int = 0) -> dict[int, int]:
 
     A group's own number counts from the resumed checkpoint, whose position in the tasks is `first_group`.
     """
+    return {line["step"]: first_group + line["group_rows"][0]["group"] for line in metrics(folder, skip)}
+
+
+def left_out(folder: Path, skip: int = 0) -> dict[int, int]:
+    """Step -> number of groups that were left out since the step before: stale ones, and those without a grade."""
+    before, found = 0, {}
+    for line in metrics(folder, skip):
+        total = sum(line["skipped_groups"].values())
+        found[line["step"]], before = total - before, total
+    return found
+
+
+def metrics(folder: Path, skip: int = 0) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()[skip:]] if path.exists() else []
-    return {line["step"]: first_group + line["group_rows"][0]["group"] for line in lines}
+    return [json.loads(line) for line in path.read_text().splitlines()[skip:]] if path.exists() else []
