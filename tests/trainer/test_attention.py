@@ -145,12 +145,25 @@ def test_auto_takes_what_runs_here_and_says_so(monkeypatch, capability, kernels,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda _: kernels or None)
+    monkeypatch.setattr(attention.constants, "HF_HUB_OFFLINE", False)
     name, why = attention.choose("auto", dtype)
     assert name == attention.NAMES[expected] and why.startswith(f"attention: {expected}")
     assert attention.choose(expected, dtype) == (name, f"attention: {expected}, as set")
     for other in set(attention.NAMES) - {expected, "varlen", "sdpa-packed"}:
         with pytest.raises(SettingsError, match=rf"ATTENTION={other}: .* Set ATTENTION=auto"):
             attention.choose(other, dtype)
+
+
+def test_offline_takes_the_hub_kernel_only_from_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(attention.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(attention.constants, "HF_HUB_CACHE", str(tmp_path))
+    name, why = attention.choose("auto", "bfloat16")
+    assert name == attention.VARLEN and "HF_HUB_OFFLINE is set" in why
+    (tmp_path / "models--kernels-community--flash-attn3").mkdir()
+    assert attention.choose("auto", "bfloat16")[0] == attention.FLASH_ATTN3
 
 
 def test_old_torch_has_no_varlen(monkeypatch):
