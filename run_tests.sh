@@ -3,7 +3,7 @@
 # tests against a double of the Hub, the contract tests of the policy server and the end-to-end tests with the real
 # OpenCode, proxy, Harbor and TRL.
 #
-#   bash run_tests.sh                 everything
+#   bash run_tests.sh                 everything, two groups at a time
 #   bash run_tests.sh trainer         one or more of: lint trainer hub env contract e2e
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
 #   bash run_tests.sh gpu             on a machine with a GPU and vLLM; not among "everything"
@@ -26,11 +26,12 @@ while (($#)) && [[ $1 != -* ]]; do
 done
 ((${#groups[@]})) || groups=(lint trainer hub env contract e2e)
 
-export PRESET=local SETUP_TESTS=1
 # Settings of the caller's shell would change what is tested; the tests set their own.
-unset MODEL MAX_STEPS N_TASKS SANDBOX RUN_DIR ADAPTER_REPO ENGINE HF_TOKEN
-source ./setup.sh
-setup_all
+unset PRESET RECIPE MODEL MAX_STEPS N_TASKS SANDBOX RUN_DIR ADAPTER_REPO ENGINE HF_TOKEN
+found=$(bash setup.sh --local --tests) || exit 69
+eval "$found"
+source ./setup.sh # for what follows: setup_say, setup_fail
+CACHE_PATH=$(python3 -m recipe.config get CACHE_PATH)
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 # setup_browser: a test reads the report's page as a browser shows it.
@@ -54,25 +55,70 @@ setup_browser() {
 if [[ " ${groups[*]} " == *" trainer "* ]]; then setup_browser; fi
 
 tools=$(dirname "$TRAINER_PYTHON")
-failed=()
-run() {
-  local name=$1
-  shift
-  printf '\n=== %s\n' "$name"
-  "$@" || failed+=("$name")
-}
 
-for group in "${groups[@]}"; do
+# run_group GROUP [PYTEST ARGS...]
+run_group() {
+  local group=$1 code=0
+  shift
   case $group in
     lint)
-      run "lint: ruff" "$tools/ruff" check --no-cache .
-      run "lint: shellcheck" "$tools/shellcheck" -x ./*.sh recipe/*.sh .ci/run
+      "$tools/ruff" check --no-cache . || code=1
+      "$tools/shellcheck" -x ./*.sh recipe/*.sh .ci/run || code=1
       ;;
-    env) run env "$ENV_PYTHON" -m pytest tests/env "$@" ;;
-    *) run "$group" "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" ;;
+    env) "$ENV_PYTHON" -m pytest tests/env "$@" || code=1 ;;
+    *) "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" || code=1 ;;
   esac
-done
+  if ((code)); then touch "$scratch/failed-$group"; fi
+}
 
+# run_lane GROUP...: one after the other; the output of each is shown as a whole when it has ended.
+run_lane() {
+  local group
+  for group in "$@"; do
+    run_group "$group" "${pytest_args[@]}" >"$scratch/$group.log" 2>&1
+    {
+      flock 9
+      printf '\n=== %s\n' "$group"
+      cat "$scratch/$group.log"
+    } 9>"$scratch/lock"
+  done
+}
+
+# end_lanes: a lane that is ended must not leave its tests running.
+end_lanes() {
+  local lane
+  trap - EXIT
+  for lane in $(jobs -p); do kill -TERM -- "-$lane" 2>/dev/null || true; done
+  wait
+  rm -rf "$scratch"
+}
+
+pytest_args=("$@")
+scratch=$(mktemp -d)
+trap end_lanes EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+if ((${#groups[@]} == 1)); then
+  printf '\n=== %s\n' "${groups[0]}"
+  run_group "${groups[0]}" "${pytest_args[@]}"
+else
+  # Two at a time: most tests wait for one process, and the trainer's take as long as all others together.
+  first=() second=()
+  for group in "${groups[@]}"; do
+    if [[ $group == trainer || $group == lint ]]; then first+=("$group"); else second+=("$group"); fi
+  done
+  setup_say "running ${groups[*]}, two at a time; each is shown when it has ended"
+  set -m # a process group a lane
+  run_lane "${first[@]}" &
+  run_lane "${second[@]}" &
+  set +m
+  wait
+fi
+
+failed=()
+for group in "${groups[@]}"; do
+  if [[ -e $scratch/failed-$group ]]; then failed+=("$group"); fi
+done
 if ((${#failed[@]})); then
   printf '\nFAILED: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
   exit 1
