@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -130,6 +131,8 @@ def plan(args: argparse.Namespace) -> Job:
     kind = KINDS[args.kind]
     env = {"ADAPTER_REPO": args.adapter_repo}
     for pair in args.env:
+        if pair.partition("=")[0] in ("ADAPTER_REPO", "PRESET"):
+            raise SettingsError(f"--env {pair}: a job has --adapter-repo and the job preset; leave it out.")
         name, equals, value = pair.partition("=")
         if not equals or name not in {f.metadata["env"] for f in Settings.__dataclass_fields__.values()}:
             raise SettingsError(f"--env {pair}: must be NAME=VALUE with a setting of this recipe; "
@@ -156,7 +159,7 @@ def plan(args: argparse.Namespace) -> Job:
     if job.estimate and job.estimate[1] > hours:
         raise SettingsError(f"{settings.max_steps} steps may take {job.estimate[1]:.1f} h, the job would end after "
                             f"{hours:g} h: raise --hours or lower MAX_STEPS.")
-    if args.max_price and job.dollars(hours) > args.max_price:
+    if args.max_price is not None and job.dollars(hours) > args.max_price:
         raise SettingsError(f"The job can cost ${job.dollars(hours):.0f}, --max-price allows ${args.max_price:.0f}: "
                             "lower --hours or raise --max-price.")
     return job
@@ -180,6 +183,13 @@ def submit(job: Job) -> None:
         print(f"capture proxy  https://{info.id}--{job.settings.public_port}.hf.jobs/capture")
 
 
+def finite(text: str) -> float:
+    """A number that can be compared: nan would pass every check of a price."""
+    if not math.isfinite(float(text)):
+        raise ValueError(text)
+    return float(text)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("kind", choices=KINDS, help="training, per-checkpoint evaluation, final evaluation")
@@ -188,8 +198,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a setting, repeatable")
     parser.add_argument("--flavor", help="machine (default: h200x2 to train, h200 with "
                         "--env GPUS=1 and to evaluate)")
-    parser.add_argument("--hours", type=float, help="time limit (default: 72 to train, 48 to evaluate)")
-    parser.add_argument("--max-price", type=float, metavar="DOLLARS", help="refuse a job that could cost more")
+    parser.add_argument("--hours", type=finite, help="time limit (default: 72 to train, 48 to evaluate)")
+    parser.add_argument("--max-price", type=finite, metavar="DOLLARS", help="refuse a job that could cost more")
     parser.add_argument("--from-run", type=Path, metavar="RUN_DIR", help="estimate from the steps of this finished run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--dry-run", action="store_true", help="check and show, start nothing (the default)")

@@ -109,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder to write to (default: $RUN_DIR/tasks)")
     parser.add_argument("--subset", type=int, metavar="N", help="tasks of each split (default: N_TRAIN_TASKS, N_TASKS)")
     args = parser.parse_args(argv)
+    if args.subset is not None and args.subset < 1:
+        parser.error(f"--subset {args.subset}: must be at least 1")
     try:
         settings = Settings.load(preset="local" if args.local else None)
         out = args.out or settings.run_path / "tasks"

@@ -94,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="last training steps whose rollouts are shown (default 5)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="send the report of a run folder to this repository")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
     if args.push and not Path(args.run).is_dir():
         parser.error("--push sends the report of a run folder")
     try:
@@ -112,6 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     except hub.HubError as err:
         print(f"no report: {err}", file=sys.stderr)
         return EXIT_UNAVAILABLE
+    except OSError as err:
+        print(f"no report: it cannot be written ({err}): name a folder that can with --out", file=sys.stderr)
+        return EXIT_USAGE
     except ModuleNotFoundError as err:
         print(missing_package(err), file=sys.stderr)
         return EXIT_UNAVAILABLE

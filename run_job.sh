@@ -34,6 +34,9 @@ done
 
 job_begin run_job.sh
 
+if [[ -n ${JOB_ID:-} && -z $ADAPTER_REPO && $LORA == 1 ]]; then
+  die "$EXIT_USAGE" "ADAPTER_REPO is not set, and what a Hugging Face Job trained is gone when it ends: set ADAPTER_REPO=owner/name"
+fi
 step setup "making the environments (log $LOGS/setup.log)"
 job_setup
 

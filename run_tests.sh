@@ -24,6 +24,10 @@ while (($#)) && [[ $1 != -* ]]; do
   esac
   shift
 done
+if ((${#groups[@]} == 0 && $#)); then
+  echo "run_tests.sh: $1 goes to pytest: name the groups before it, for example: bash run_tests.sh trainer $1" >&2
+  exit 64
+fi
 ((${#groups[@]})) || groups=(lint trainer hub env contract e2e)
 
 # Settings of the caller's shell would change what is tested; the tests set their own.

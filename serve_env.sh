@@ -17,7 +17,7 @@ source recipe/common.sh
 case ${1:-} in
   -h | --help)
     usage serve_env.sh
-    PYTHONPATH=$REPO python3 -m recipe.env_server --help
+    python3 -c 'import ast; print(ast.get_docstring(ast.parse(open("recipe/env_server.py").read())))'
     exit 0
     ;;
   '') ;;

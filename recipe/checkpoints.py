@@ -81,8 +81,9 @@ def seal(folder: Path, settings: Settings) -> Path:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest if isinstance(manifest["files"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -91,7 +91,8 @@ class Settings:
     model: str = knob("LiquidAI/LFM2.5-2.6B", "MODEL", "base model: Hub id or folder", local=str(REPO / "tiny/model"),
                       deepcoder="Qwen/Qwen3-4B-Instruct-2507")
     model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
-    adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter", check=repo_id)
+    adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter; a Hugging Face Job must "
+                             "have one", check=repo_id)
     max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 40, 100)
     seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
     n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64, 64)

@@ -41,8 +41,12 @@ class EvalTask:
 
 def held_out_tasks(settings: Settings) -> list[EvalTask]:
     """The N_TASKS held-out tasks of an evaluation: all that are served, or a stratified subset that never changes."""
-    tasks = [_task(settings.run_path / "tasks" / SPLIT / ref.task_name.rsplit("/", 1)[-1], ref)
-             for ref in served_tasks(settings.env_url, SPLIT)]
+    try:
+        served = served_tasks(settings.env_url, SPLIT)
+    except OSError as err:
+        raise InfrastructureError(f"the env server at {settings.env_url} does not answer ({err}): start it with "
+                                  "bash serve_env.sh, or evaluate with bash run_eval.sh, which does") from err
+    tasks = [_task(settings.run_path / "tasks" / SPLIT / ref.task_name.rsplit("/", 1)[-1], ref) for ref in served]
     return stratified(tasks, settings.n_tasks)
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, VerifyResult
 from openenv.core.harness.training import TrainingTrace
 from openenv.harbor.client import HarborEnv
@@ -252,13 +253,16 @@ class HarborSessionFactory(ResourceSessionFactory[HarborSession]):
 
 
 def served_tasks(env_url: str, split: str) -> list[HarborTaskRef]:
-    """All tasks of a split, in order. Raises LookupError for a split that is not served."""
-    with HarborEnv(env_url) as env:
-        served = {s["name"]: s["num_tasks"] for s in env.splits()}
-        if split not in served:
-            raise LookupError(f"{env_url} serves the splits {sorted(served)}, not {split!r}")
-        return [ref for start in range(0, served[split], PAGE)
-                for ref in env.get_task_range(split, start, min(start + PAGE, served[split]))]
+    """All tasks of a split, in order. Raises LookupError for a split that is not served, OSError without a server."""
+    try:
+        with _Client(env_url) as env:
+            served = {s["name"]: s["num_tasks"] for s in env.splits()}
+            if split not in served:
+                raise LookupError(f"{env_url} serves the splits {sorted(served)}, not {split!r}")
+            return [ref for start in range(0, served[split], PAGE)
+                    for ref in env.get_task_range(split, start, min(start + PAGE, served[split]))]
+    except httpx.HTTPError as err:
+        raise ConnectionError(str(err)) from err
 
 
 def run_eval_rollout(settings: Settings, split: str, index: int, model: str) -> EvalRollout:

@@ -132,6 +132,11 @@ def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
     (["--from-run", "/nonexistent"], "its metrics.jsonl has no steps"),
     (["--dry-run", "--submit"], "not allowed with argument"),
     (["--flavor", "h200"], "add --env GPUS=1"),
+    (["--max-price", "0"], "--max-price allows $0"),
+    (["--max-price", "nan"], "invalid finite value"),
+    (["--hours", "nan"], "invalid finite value"),
+    (["--env", "PRESET=local"], "leave it out"),
+    (["--env", "ADAPTER_REPO="], "leave it out"),
 ])
 def test_wrong_arguments_cost_no_request(hub, launcher, tmp_path, arguments, message):
     done = launch(launcher, hub, tmp_path, *arguments)
