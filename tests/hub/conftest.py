@@ -42,6 +42,15 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
     yield HUB
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A job's folder, not below pytest's tmp_path: under proot the agent runs as nobody and has to be able to enter."""
+    made = Path(tempfile.mkdtemp(prefix="recipe-job-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
 class SmallDisk:
     """A file system of `size` bytes at `folder`."""
 

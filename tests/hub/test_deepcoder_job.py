@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +17,6 @@ from recipe.config import REPO
 from recipe.sandbox_files import marked_processes
 
 STEPS, GROUP, HELD_OUT, LIMIT_S = 3, 2, 1, 1800
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="recipe-deepcoder-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.mark.slow

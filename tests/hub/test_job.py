@@ -12,8 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +31,6 @@ from recipe.config import REPO
 TINY = "me/tiny"
 STEPS, GROUP, HELD_OUT = 2, 2, 1
 LIMIT_S = 900  # of a job that takes a minute and a half where nobody else computes
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="recipe-job-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
 
 
 def publish(hub: HubDouble, data: Path) -> None:

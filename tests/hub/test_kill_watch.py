@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub_double import HubDouble
 from kill_watch import SideBySide
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not below pytest's tmp_path: under proot the agent runs as nobody and has to be able to enter.
-    made = Path(tempfile.mkdtemp(prefix="recipe-watch-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
 
 
 @pytest.mark.slow
