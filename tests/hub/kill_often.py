@@ -30,11 +30,13 @@ from argparse import ArgumentParser
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hub_double import HubDouble, hub_environ
-from training_process import TASKS, left_out, start, trained
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "e2e")]
 
-from recipe import checkpoints, sandbox_files
-from recipe.config import REPO
+from hub_double import HubDouble, hub_environ  # noqa: E402
+from training_process import TASKS, left_out, start, trained  # noqa: E402
+
+from recipe import checkpoints, sandbox_files  # noqa: E402
+from recipe.config import REPO  # noqa: E402
 
 FRESH_SHARE = 0.5  # of the lives that follow a kill: on an empty disk, as a new job has it
 RESUMED = re.compile(r"^(?:starting from the base model|(?:resuming from .*)?checkpoint-(\d+)(?: has all .*)?$)", re.M)
@@ -294,5 +296,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO / "tests/e2e"))
     sys.exit(main())
