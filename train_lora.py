@@ -148,6 +148,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     stop = StopCallback()
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
+    packs = settings.token_budget > 0 or settings.per_device_batch > 1
+    checks = [IsolationCallback(getattr(torch, settings.dtype))] if packs or lfm2.is_lfm2(config) else []
     trainer = GroupGRPOTrainer(
         model=settings.model,
         args=AsyncGRPOConfig(model_init_kwargs=settings.hub_revision, **trainer_arguments(settings, gpu)),
@@ -155,8 +157,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
         weight_transfer=transfer_of(settings.policy_url, run / "weights", settings.weight_sync == "stock",
                                     settings.weight_sync_timeout),
-        callbacks=[*([IsolationCallback(getattr(torch, settings.dtype))] if lfm2.is_lfm2(config) else []), heartbeat,
-                   metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)], on_skip=heartbeat.on_skip,
+        callbacks=[*checks, heartbeat, metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)],
+        on_skip=heartbeat.on_skip,
         while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
         row_tokens=settings.max_model_len)
     trainer.remove_callback(PrinterCallback)

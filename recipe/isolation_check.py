@@ -1,14 +1,16 @@
-"""Start-up check on the model that is about to be trained: two packed sequences give what they give alone.
+"""Start-up check on the model that is about to be trained, LFM2 or not: two packed sequences give what they give alone.
 
 Three figures, so that the check means the same in every dtype:
   influence   the second sequence's log-probs when the first one's tokens are others, at the same lengths: kernels and
               shapes are equal, so an isolated model changes nothing at all, however coarse its dtype
   log_probs   packed against separate, the largest difference; rounding differs, so bf16 gets more room
-  gradients   of the trainable parameters, packed against the sum of the separate ones, relative
+  gradients   of the trainable parameters (adapter, or all), packed against the sum of the separate ones, relative
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +38,7 @@ class Isolation:
 
     def __str__(self) -> str:
         return (f"packed sequences: influence on each other {self.influence:.1e} nats; against separate ones, "
-                f"log-probs within {self.log_probs:.1e} nats, adapter gradients within {self.gradients:.1e}")
+                f"log-probs within {self.log_probs:.1e} nats, gradients within {self.gradients:.1e}")
 
     def require(self) -> None:
         """Raises LeakError when a figure is beyond what rounding explains."""
@@ -46,8 +48,9 @@ class Isolation:
         broken = [f"{name} {value:.2e} (allowed {limit:.0e})" for name, value, limit in limits if not value <= limit]
         if broken:
             raise LeakError(f"Sequences of a packed row are not kept apart: {', '.join(broken)} in {self.dtype}. "
-                            "Choose another ATTENTION backend; if all of them fail, recipe/short_conv.py does not "
-                            "match the installed transformers.")
+                            "Choose another ATTENTION backend. If all of them fail, the model mixes tokens in another "
+                            "way too: TOKEN_BUDGET=0 and PER_DEVICE_BATCH=1 put one sequence in a row; for LFM2 "
+                            "recipe/short_conv.py keeps them apart, see whether it matches the installed transformers.")
 
 
 def measure(model: torch.nn.Module, seed: int = 0, dtype: torch.dtype | None = None) -> Isolation:
@@ -76,16 +79,18 @@ def measure(model: torch.nn.Module, seed: int = 0, dtype: torch.dtype | None = N
                 log_probs.sum().backward()
         return log_probs.detach()
 
-    def gradients() -> torch.Tensor:
-        return torch.cat([p.grad.flatten().float() for p in parameters if p.grad is not None])
+    def taken() -> list[torch.Tensor]:
+        """The gradients, which the parameters give up: a copy would be as large as the model where all is trained."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        model.zero_grad(set_to_none=True)
+        return found
 
     try:
         model.zero_grad(set_to_none=True)
         packed = score(first, second, backward=True)
-        packed_gradients = gradients()
-        model.zero_grad(set_to_none=True)
+        packed_gradients = taken()
         alone = torch.cat([score(first, backward=True), score(second, backward=True)])
-        alone_gradients = gradients()
+        alone_gradients = taken()
         tail = LENGTHS[1] - 1
         influence = score(other, second)[-tail:] - score(first, second)[-tail:]
     finally:
@@ -94,8 +99,14 @@ def measure(model: torch.nn.Module, seed: int = 0, dtype: torch.dtype | None = N
             parameter.grad = grad
     return Isolation(
         influence=float(influence.abs().max()), log_probs=float((packed - alone).abs().max()),
-        gradients=float((packed_gradients - alone_gradients).norm() / alone_gradients.norm().clamp(min=1e-20)),
+        gradients=_norm(a - b for a, b in zip(packed_gradients, alone_gradients, strict=True)) / max(
+            _norm(alone_gradients), 1e-20),
         dtype=dtype or model.get_input_embeddings().weight.dtype)
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Of all of them as one vector, one after the other."""
+    return math.hypot(*(float(t.float().norm()) for t in tensors))
 
 
 class IsolationCallback(TrainerCallback):

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from lfm2_small import SPECIAL, VOCABULARY, local_settings, save_small_model
 from small_engine import SmallEngine, SmallSessions
@@ -18,6 +19,7 @@ import train_lora
 from recipe import lfm2
 from recipe.checkpoints import newest_checkpoint
 from recipe.config import QWEN_TARGETS, REPO
+from recipe.isolation_check import LeakError
 
 
 def save_small_qwen(folder: Path) -> Qwen3ForCausalLM:
@@ -56,7 +58,7 @@ def test_training_all_weights_then_resume(tmp_path, monkeypatch, capsys, trl_glo
         assert train_lora.train(dataclasses.replace(settings, max_steps=4), "auto", sessions) == 0
 
     out = capsys.readouterr().out
-    assert "all weights are trained" in out and "packed sequences" not in out, "the check is LFM2's"
+    assert "all weights are trained" in out and "packed sequences: influence on each other 0.0e+00 nats" in out
     assert f"model saved to {tmp_path / 'model'}" in out and not (tmp_path / "adapter").exists()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [{row["group"] for row in step["group_rows"]} for step in steps[:3]] == [{0}, {1}, {3}]
@@ -74,6 +76,19 @@ def test_training_all_weights_then_resume(tmp_path, monkeypatch, capsys, trl_glo
     assert all(torch.equal(last[name], final[name]) for name in last), "the last sync is the saved model"
     assert any(abs(step["trl"]["grad_norm"]) > 0 for step in steps)
     assert steps[3]["step"] == 4 and "resuming from" in out
+
+
+def test_rows_of_sequences_that_see_each_other_are_not_trained_in_any_model(tmp_path, monkeypatch, trl_globals):
+    """Stands for a hybrid model that nothing keeps apart: attention over the whole row."""
+    settings = local_settings(tmp_path, lora=False, per_device_batch=4, save_steps=0)
+    base = save_small_qwen(tmp_path / "qwen")
+    monkeypatch.setattr("recipe.attention.sequence_spans", lambda positions: [(0, positions.numel())])
+    with SmallEngine(base) as engine:
+        settings = dataclasses.replace(settings, model=str(tmp_path / "qwen"), policy_port=engine.server.server_port)
+        sessions = SmallSessions(engine.url, tasks=4, fates={}, log=tmp_path / "sessions")
+        with pytest.raises(LeakError, match="influence .* PER_DEVICE_BATCH=1 put one sequence in a row"):
+            train_lora.train(settings, "never", sessions)
+        assert not engine.served and not (tmp_path / "sessions").exists(), "nothing was started"
 
 
 def test_settings_of_other_models_are_not_lfm2_s(tmp_path):
