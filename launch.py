@@ -69,6 +69,17 @@ class Job:
         return self.settings.adapter_repo
 
     @property
+    def owner(self) -> str:
+        """The user or organisation that the job runs under."""
+        return self.code_repo.split("/")[0]
+
+    @property
+    def payers(self) -> list[str]:
+        """Those under whom Jobs are started: this one and, where they have another owner, its sandboxes."""
+        sandboxes = [self.settings.sandbox_namespace] if self.settings.sandbox == "hf-sandbox" else []
+        return list(dict.fromkeys([self.owner, *filter(None, sandboxes)]))
+
+    @property
     def arguments(self) -> dict:
         fetch = f"hf download {self.code_repo} --local-dir /app"
         return dict(
@@ -95,9 +106,10 @@ class Job:
         return tuple((SET_UP + step * self.settings.max_steps) / 3600 for step in self.step_seconds)
 
     def dollars(self, hours: float) -> float:
-        sandboxes = self.settings.max_inflight if self.settings.sandbox == "hf-sandbox" else 0
-        each = sandbox_costs.PRICES.get(self.settings.sandbox_flavor, 0.0)
-        return hours * (PRICES[self.flavor] + EXPOSED_PORT + each * sandboxes)
+        s = self.settings
+        at_once = max(s.max_inflight, s.eval_concurrency) if self.kind == "train" else s.eval_concurrency
+        sandboxes = at_once * sandbox_costs.PRICES.get(s.sandbox_flavor, 0.0) if s.sandbox == "hf-sandbox" else 0.0
+        return hours * (PRICES[self.flavor] + EXPOSED_PORT + sandboxes)
 
     def describe(self) -> str:
         spec = self.arguments | {"secrets": {name: "(not shown)" for name in self.secrets}}
@@ -139,6 +151,9 @@ def plan(args: argparse.Namespace) -> Job:
                                 "`python3 -m recipe.config table` lists them.")
         env[name] = value
     env.setdefault("MAX_STEPS", "1000")
+    code = args.code_repo or f"{args.adapter_repo.split('/')[0]}/lfm-opencode-lora-rl-code"
+    if env.get("SANDBOX", "hf-sandbox") == "hf-sandbox":  # else they would be the token's owner's, also under an org
+        env.setdefault("SANDBOX_NAMESPACE", code.split("/")[0])
     settings = Settings.load(env, preset="job")
     one_gpu = args.kind == "train" and settings.gpus == 1
     flavor = args.flavor or ("h200" if one_gpu else kind.flavor)
@@ -153,7 +168,6 @@ def plan(args: argparse.Namespace) -> Job:
                             "minutes.")
     if settings.sandbox != "hf-sandbox":  # whose key is the token, looked at later
         sandbox_keys.check(settings.sandbox, os.environ)
-    code = args.code_repo or f"{args.adapter_repo.split('/')[0]}/lfm-opencode-lora-rl-code"
     job = Job(args.kind, code, flavor, hours, env, settings,
               *((seconds_of(args.from_run), str(args.from_run)) if args.from_run else ()))
     if job.estimate and job.estimate[1] > hours:
@@ -174,11 +188,10 @@ def submit(job: Job) -> None:
     api.upload_folder(repo_id=job.code_repo, folder_path=REPO, ignore_patterns=[*LEFT_OUT],
                       commit_message="Code of the recipe")
     print(f"code uploaded to https://huggingface.co/{job.code_repo}")
-    owner = job.code_repo.split("/")[0]
     secrets = {name: get_token() if name == "HF_TOKEN" else os.environ[name] for name in job.secrets}
-    info = api.run_job(**job.arguments, secrets=secrets, namespace=owner)
-    print(f"started        {info.url}\nlog            hf jobs logs -f {owner}/{info.id}\n"
-          f"stop           hf jobs cancel {owner}/{info.id}")
+    info = api.run_job(**job.arguments, secrets=secrets, namespace=job.owner)
+    print(f"started        {info.url}\nlog            hf jobs logs -f {job.owner}/{info.id}\n"
+          f"stop           hf jobs cancel {job.owner}/{info.id}")
     if not job.forwarded:
         print(f"capture proxy  https://{info.id}--{job.settings.public_port}.hf.jobs/capture")
 

@@ -35,7 +35,7 @@ FREE = {
     "prefix_caching", "save_steps", "stall_limit", "eval_concurrency", "eval_retries", "k_samples", "eval_poll",
     "eval_idle_limit", "trackio_project", "trackio_space", "run_dir", "cache_dir", "canary_every", "canary_tolerance",
     "ratio_stop", "keep_trials", "route_check_every", "forwarder", "sandbox_starts", "sandbox_flavor",
-    "per_device_batch", "print_completions",
+    "sandbox_namespace", "per_device_batch", "print_completions",
     "gpus", "weight_sync", "weight_sync_timeout", "environments",
 }
 

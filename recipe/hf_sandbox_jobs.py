@@ -6,7 +6,8 @@
 Each sandbox carries two labels: RUN_LABEL is the run (the adapter repository, so that a run that goes on in another
 Job finds its own), OWNER_LABEL the Job or machine whose env server started it. A sweep ends those of its own owner and
 those whose owner has ended; a sandbox of another Job that still runs, such as the per-checkpoint evaluation of the same
-adapter, is left alone. Exit codes: 0 ok, 64 wrong settings, 69 the Hub could not be asked.
+adapter, is left alone, and so is one whose Job the token may not look at.
+Exit codes: 0 ok, 64 wrong settings, 69 the Hub could not be asked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,31 +47,46 @@ def namespace_of(settings: Settings, api: Any) -> str:
                                                     "asking who HF_TOKEN is of", attempts=ATTEMPTS)
 
 
-def left_over(api: Any, namespace: str, labels: Mapping[str, str]) -> list[str]:
-    """Ids of the sandboxes of this run that live although their env server has ended, or is ours. Raises HubError."""
+def left_over(api: Any, namespace: str, labels: Mapping[str, str], adapter_repo: str = "") -> list[str]:
+    """Ids of the sandboxes of this run that live although their env server has ended, or is ours. The Job of an env
+    server may run under another name than its sandboxes: the adapter's owner, or the token's. Raises HubError."""
     alive = hub.repeat(lambda: list(api.list_jobs(status=list(ALIVE), labels={RUN_LABEL: labels[RUN_LABEL]},
                                                   namespace=namespace, timeout=30)),
                        namespace, "listing the sandboxes of this run", attempts=ATTEMPTS)
     ended = {labels[OWNER_LABEL]: True}
 
+    def places() -> Iterator[str]:
+        yield namespace
+        yield from filter(None, [adapter_repo.partition("/")[0]])
+        yield hub.repeat(lambda: api.whoami()["name"], "the Hub", "asking who HF_TOKEN is of", attempts=ATTEMPTS)
+
     def has_ended(owner: str) -> bool:
         if owner not in ended:
-            ended[owner] = not owner.startswith(MACHINE) and not _alive(api, namespace, owner)
+            ended[owner] = not owner.startswith(MACHINE) and _has_ended(api, owner, places())
         return ended[owner]
 
     return [job.id for job in alive if has_ended((job.labels or {}).get(OWNER_LABEL, MACHINE))]
 
 
-def _alive(api: Any, namespace: str, job_id: str) -> bool:
-    def look() -> bool:
+def _has_ended(api: Any, job_id: str, places: Iterable[str]) -> bool:
+    """Whether a Job has ended, by the first of `places` that knows it; one that none knows is gone. False where the
+    token may not look."""
+    hidden = False
+
+    def stage(place: str) -> str | int:
         try:
-            return api.inspect_job(job_id=job_id, namespace=namespace).status.stage in ALIVE
+            return api.inspect_job(job_id=job_id, namespace=place).status.stage
         except Exception as err:
-            if hub.status_of(err) == 404:
-                return False
+            if (status := hub.status_of(err)) in (401, 403, 404):
+                return status
             raise
 
-    return hub.repeat(look, namespace, f"looking for job {job_id}", attempts=ATTEMPTS)
+    for place in places:
+        found = hub.repeat(lambda place=place: stage(place), place, f"looking for job {job_id}", attempts=ATTEMPTS)
+        if isinstance(found, str):
+            return found not in ALIVE
+        hidden |= found != 404
+    return not hidden
 
 
 def cancel(api: Any, namespace: str, job_id: str) -> None:
@@ -79,9 +95,9 @@ def cancel(api: Any, namespace: str, job_id: str) -> None:
                attempts=ATTEMPTS)
 
 
-def sweep(api: Any, namespace: str, labels: Mapping[str, str]) -> list[str]:
+def sweep(api: Any, namespace: str, labels: Mapping[str, str], adapter_repo: str = "") -> list[str]:
     """Cancels what `left_over` finds and returns the ids. Raises HubError when one is left."""
-    found = left_over(api, namespace, labels)
+    found = left_over(api, namespace, labels, adapter_repo)
     if found:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda job_id: cancel(api, namespace, job_id), found))
@@ -103,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     api = HfApi()
     try:
         namespace = namespace_of(settings, api)
-        found = (sweep if args.what == "sweep" else left_over)(api, namespace, labels)
+        found = (sweep if args.what == "sweep" else left_over)(api, namespace, labels, settings.adapter_repo)
     except hub.HubError as err:
         print(f"sandboxes of this run may be left: {err}\nThey end by themselves when idle; look with\n  "
               f"hf jobs ps --label {RUN_LABEL}={labels[RUN_LABEL]}", file=sys.stderr)

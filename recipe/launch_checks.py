@@ -40,28 +40,29 @@ def missing_rights(who: dict[str, Any], job: Any) -> list[str]:
     if not rights:
         return []
     missing = []
-    for right, repo in (("job.write", job.code_repo), ("repo.write", job.code_repo), ("repo.write", job.adapter_repo)):
-        owner = repo.split("/")[0]
+    wanted = [("job.write", payer) for payer in job.payers]
+    for right, where in (*wanted, ("repo.write", job.code_repo), ("repo.write", job.adapter_repo)):
         given = {p for scope in rights.get("scoped", []) for p in scope.get("permissions", [])
-                 if scope.get("entity", {}).get("name") in (owner, repo)} | set(rights.get("global", []))
+                 if scope.get("entity", {}).get("name") in (where.split("/")[0], where)} | set(rights.get("global", []))
         if right not in given:
-            missing.append(f"{right} of {owner if right == 'job.write' else repo}")
+            missing.append(f"{right} of {where}")
     return list(dict.fromkeys(missing))
 
 
 def check_jobs(api: Any, job: Any) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
-    owner = job.code_repo.split("/")[0]
-    try:
-        running = [info for info in api.list_jobs(namespace=owner, labels={"recipe": "lfm-opencode-lora-rl"})
-                   if info.status.stage == "RUNNING"]
-    except HfHubHTTPError as err:
-        if err.response.status_code not in (401, 402, 403):
-            raise
-        raise CheckFailed(f"the token may not run jobs of {owner} (HTTP {err.response.status_code}): allow it at "
-                          f"{TOKENS}, and see that {owner} has a plan or credit for Jobs") from None
-    return f"may run jobs of {owner}; {len(running)} of this recipe run now"
+    running = 0
+    for payer in job.payers:
+        try:
+            found = api.list_jobs(namespace=payer, labels={"recipe": "lfm-opencode-lora-rl"})
+            running += sum(info.status.stage == "RUNNING" for info in found)
+        except HfHubHTTPError as err:
+            if err.response.status_code not in (401, 402, 403):
+                raise
+            raise CheckFailed(f"the token may not run jobs of {payer} (HTTP {err.response.status_code}): allow it at "
+                              f"{TOKENS}, and see that {payer} has a plan or credit for Jobs") from None
+    return f"may run jobs of {' and '.join(job.payers)}; {running} of this recipe run now"
 
 
 def check_repo(name: str) -> Callable[[Any, Any], str]:

@@ -108,7 +108,7 @@ def sweep_sandboxes(settings: Settings, fleet: Any = None) -> None:
     """Ends and removes sandboxes of this run that outlived their rollout, or an earlier server."""
     if fleet is not None:
         try:
-            if found := hf_sandbox_jobs.sweep(fleet.api, fleet.namespace, fleet.labels):
+            if found := hf_sandbox_jobs.sweep(fleet.api, fleet.namespace, fleet.labels, settings.adapter_repo):
                 say(f"sandboxes that had not ended are cancelled: {', '.join(found)}")
         except hf_sandbox_jobs.hub.HubError as err:
             say(f"WARN sandboxes of this run may be left; they end by themselves when idle. {err}")

@@ -125,3 +125,38 @@ def test_labels_follow_the_adapter_over_jobs_and_tell_jobs_apart(tmp_path):
     assert (first["recipe-owner"], resumed["recipe-owner"]) == ("j1", "j2")
     assert unnamed["recipe-owner"].startswith("machine-") and labels("", "", "2") != unnamed
     assert all(value.replace("-", "").isalnum() for value in [*first.values(), *unnamed.values()])
+
+
+def error(status: int) -> Exception:
+    err = RuntimeError(str(status))
+    err.response = SimpleNamespace(status_code=status, headers={})
+    return err
+
+
+class Places(Api):
+    """`where` maps (namespace, job) to its stage, or a namespace to the HTTP status that it answers."""
+
+    def __init__(self, where) -> None:
+        super().__init__()
+        self.where = where
+
+    def whoami(self):
+        return {"name": "me"}
+
+    def list_jobs(self, **_):
+        return [SimpleNamespace(id="left", labels={"recipe-owner": "j1"})]
+
+    def inspect_job(self, job_id, namespace):
+        found = self.where.get((namespace, job_id), self.where.get(namespace, 404))
+        if isinstance(found, int):
+            raise error(found)
+        return SimpleNamespace(status=SimpleNamespace(stage=found))
+
+
+@pytest.mark.parametrize(("where", "left"), [
+    ({}, ["left"]), ({("payer", "j1"): "COMPLETED"}, ["left"]), ({("payer", "j1"): "RUNNING"}, []),
+    ({("org", "j1"): "RUNNING"}, []), ({("me", "j1"): "RUNNING"}, []), ({("me", "j1"): "ERROR"}, ["left"]),
+    ({"org": 403}, []), ({"org": 403, ("payer", "j1"): "CANCELED"}, ["left"])])
+def test_the_job_of_a_sandbox_may_have_another_owner(where, left):
+    found = hf_sandbox_jobs.left_over(Places(where), "payer", {"recipe-run": "r", "recipe-owner": "j2"}, "org/adapter")
+    assert found == left

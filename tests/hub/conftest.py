@@ -33,7 +33,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
     from huggingface_hub.utils import _http
 
     HUB.repos, HUB.lfs_store, HUB.jobs, HUB.requests, HUB.faults = {}, {}, {}, [], []
-    HUB.on_job, HUB.on_end = [], []
+    HUB.on_job, HUB.on_end, HUB.orgs = [], [], []
     HUB.tokens, HUB.job_rights, HUB.rights = {"hf_write": "write"}, True, None
     monkeypatch.setenv("HF_TOKEN", "hf_write")
     monkeypatch.setattr(_http.http_backoff, "__kwdefaults__",

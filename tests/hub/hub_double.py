@@ -91,6 +91,7 @@ class HubDouble:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.tokens = {TOKEN: "write"}
         self.user = "me"
+        self.orgs: list[str] = []  # that the user belongs to
         self.job_rights = True
         self.rights: dict[str, Any] | None = None  # what whoami says of a fine-grained token
         self.lfs_store: dict[str, bytes] = {}
@@ -223,6 +224,10 @@ class HubHandler(BaseHTTPRequestHandler):
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         return self.hub.tokens.get(token) if scheme == "Bearer" else None
 
+    def owners(self) -> set[str]:
+        """In whose name the user may write and run jobs."""
+        return {self.hub.user, *self.hub.orgs}
+
     def find(self, kind: str, name: str, write: bool = False) -> Repo:
         repo, role = self.hub.repos.get((kind, name)), self.role()
         if repo is None or (repo.private and role is None):
@@ -230,7 +235,7 @@ class HubHandler(BaseHTTPRequestHandler):
         if repo.gated and not write and re.search("/resolve/|/auth-check$", self.path):
             raise HttpError(403, f"Access to model {name} is restricted and you are not in the authorized list.",
                             "GatedRepo")
-        if write and (role != "write" or name.split("/")[0] != self.hub.user):
+        if write and (role != "write" or name.split("/")[0] not in self.owners()):
             raise HttpError(403, f"You don't have write access to {name}")
         return repo
 
@@ -255,13 +260,13 @@ class HubHandler(BaseHTTPRequestHandler):
         token = {"displayName": "t", "role": self.role()}
         if self.hub.rights is not None:
             token |= {"role": "fineGrained", "fineGrained": self.hub.rights}
-        self.send(200, {"type": "user", "name": self.hub.user, "orgs": [],
+        self.send(200, {"type": "user", "name": self.hub.user, "orgs": [{"name": org} for org in self.hub.orgs],
                         "auth": {"type": "access_token", "accessToken": token}})
 
     def create(self) -> None:
         wanted = self.json()
         name = f"{wanted.get('organization') or self.hub.user}/{wanted['name']}"
-        if self.role() != "write" or name.split("/")[0] != self.hub.user:
+        if self.role() != "write" or name.split("/")[0] not in self.owners():
             raise HttpError(403, f"You don't have the rights to create {name}")
         key = (wanted.get("type") or "model", name)
         if key in self.hub.repos:
@@ -292,7 +297,7 @@ class HubHandler(BaseHTTPRequestHandler):
         for file in self.json()["files"]:
             path, content = file["path"], there.tree.get(file["path"])
             mode = "lfs" if file["size"] > 5_000 or path.endswith((".safetensors", ".pt", ".pth")) else "regular"
-            oid = content and (hashlib.sha256(content).hexdigest() if path in there.lfs else
+            oid = None if content is None else (hashlib.sha256(content).hexdigest() if path in there.lfs else
                                hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
             answers.append({"path": path, "shouldIgnore": False, "oid": oid, "uploadMode": mode})
         self.send(200, {"files": answers})
@@ -372,13 +377,13 @@ class HubHandler(BaseHTTPRequestHandler):
 
     # -- jobs --------------------------------------------------------------------------------------------------
     def jobs_of(self, namespace: str) -> None:
-        if self.role() != "write" or namespace != self.hub.user or not self.hub.job_rights:
+        if self.role() != "write" or namespace not in self.owners() or not self.hub.job_rights:
             raise HttpError(403, f"Missing permissions: job.write in {namespace}")
         if self.command == "GET":
             wanted = dict(label.partition("=")[::2] for label in self.query.get("label", []))
             stages = self.query.get("stage")
             return self.send(200, [self.shown(number) for number, job in self.hub.jobs.items()
-                                   if wanted.items() <= job["labels"].items()
+                                   if job["owner"]["name"] == namespace and wanted.items() <= job["labels"].items()
                                    and (not stages or job["status"]["stage"] in stages)])
         spec = self.json()
         number = f"{len(self.hub.jobs) + 1:024x}"
@@ -398,7 +403,7 @@ class HubHandler(BaseHTTPRequestHandler):
         return {key: value for key, value in self.hub.jobs[number].items() if key != "spec"}
 
     def job(self, namespace: str, number: str, action: str | None) -> None:
-        if number not in self.hub.jobs:
+        if number not in self.hub.jobs or self.hub.jobs[number]["owner"]["name"] != namespace:
             raise HttpError(404, "Job not found")
         if action == "cancel":
             self.hub.jobs[number]["status"]["stage"] = "CANCELED"

@@ -74,7 +74,8 @@ def test_submit_uploads_the_code_and_starts_the_job(world, launcher, tmp_path, k
     assert spec["dockerImage"] == "vllm/vllm-openai:v0.31.0" and spec["flavor"] == flavor
     assert spec["timeoutSeconds"] == seconds
     assert spec["expose"] == {"ports": [8000], "portsPublic": [8000]}
-    assert spec["environment"] == {"ADAPTER_REPO": ADAPTER, "MAX_STEPS": "1000", "SEED": "3"}
+    assert spec["environment"] == {"ADAPTER_REPO": ADAPTER, "MAX_STEPS": "1000", "SEED": "3",
+                                   "SANDBOX_NAMESPACE": "me"}
     assert spec["secrets"] == {"HF_TOKEN": "hf_write"}
     assert spec["command"] == ["bash", "-c", "pip -q install huggingface_hub && "
                                              f"hf download {CODE} --local-dir /app && bash /app/{script}"]
@@ -151,6 +152,34 @@ def test_one_gpu_takes_the_machine_of_half_the_price():
     assert (one.flavor, two.flavor) == ("h200", "h200x2") and two.dollars(1) - one.dollars(1) == 5
     assert "one takes longer" in one.describe() and "one takes longer" not in two.describe()
     assert plan(parse(["eval", "--adapter-repo", "me/adapter"])).flavor == "h200"
+
+
+def test_a_job_of_an_organisation_has_its_sandboxes_there_or_where_the_user_says(world, launcher, tmp_path):
+    world.orgs = ["org"]
+    for more, payer in (((), "org"), (("--env", "SANDBOX_NAMESPACE=me"), "me")):
+        world.jobs.clear()
+        done = launch(launcher, world, tmp_path, "--submit", *more, adapter="org/adapter")
+        assert done.returncode == 0, done.stdout + done.stderr
+        (job,) = world.jobs.values()
+        assert job["owner"]["name"] == "org" and job["spec"]["environment"]["SANDBOX_NAMESPACE"] == payer
+    world.rights = scoped("job.write", "repo.write")  # of the user's own
+    done = launch(launcher, world, tmp_path, adapter="org/adapter")
+    assert done.returncode == 64 and "lacks job.write of org, repo.write of org/lfm" in done.stdout, done.stdout
+    world.rights, code = None, ("--code-repo", CODE)
+    done = launch(launcher, world, tmp_path, *code, "--env", "SANDBOX_NAMESPACE=stranger")
+    assert done.returncode == 64 and "the token may not run jobs of stranger (HTTP 403)" in done.stdout, done.stdout
+
+
+def test_the_price_of_sandboxes_follows_the_rollouts_at_once():
+    from launch import parse, plan
+
+    def sandboxes(kind: str, **settings: int) -> float:
+        pairs = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
+        job = plan(parse([kind, "--adapter-repo", "me/adapter", *pairs]))
+        return round(job.dollars(1) - {"h200": 5.01, "h200x2": 10.01}[job.flavor], 4)
+
+    assert sandboxes("train", MAX_INFLIGHT=64) == 0.64 == sandboxes("train", EVAL_CONCURRENCY=64)
+    assert sandboxes("eval", MAX_INFLIGHT=64, EVAL_CONCURRENCY=16) == 0.16
 
 
 @pytest.mark.parametrize(("fault", "where"), [("reset", "whoami"), (500, "auth-check")])

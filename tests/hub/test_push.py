@@ -250,7 +250,8 @@ def test_half_written_checkpoints_are_passed_over(settings, tmp_path):
 
 def test_other_settings_are_refused_by_name(settings, tmp_path):
     folder = checkpoint(tmp_path, 9, settings)
-    checkpoints.check_settings(folder, dataclasses.replace(settings, max_steps=5, policy_port=1, max_inflight=99))
+    checkpoints.check_settings(folder, dataclasses.replace(settings, max_steps=5, policy_port=1, max_inflight=99,
+                                                           sandbox_namespace="org"))
     other = dataclasses.replace(settings, lora_r=8, learning_rate=1e-4)
     with pytest.raises(checkpoints.CheckpointError, match="LORA_R: 32 in the checkpoint, 8 now") as error:
         checkpoints.check_settings(folder, other)
