@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from transformers import (
     AutoConfig,
@@ -23,7 +24,7 @@ from transformers import (
 from trl.chat_template_utils import lfm2_2_5_template
 
 from recipe.chat_template import template_in_use
-from recipe.config import Settings
+from recipe.config import Settings, SettingsError
 
 # The projections of the short convolution. PEFT matches targets by suffix, so "out_proj" alone would also adapt
 # conv.out_proj; they are left out because not every server can apply LoRA to them.
@@ -77,16 +78,29 @@ def summarize_adapter(model: PeftModel) -> AdapterSummary:
 def plan_adapter(config: PretrainedConfig, lora: LoraConfig) -> AdapterSummary:
     """The adapter that `lora` gives on a model of this config, without loading a weight.
 
-    Raises ValueError when a target matches no module, which PEFT itself reports only if none of them does.
+    Raises SettingsError when a target matches no module, which PEFT itself reports only if none of them does, or one
+    whose update cannot be sent to the engine.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    summary = summarize_adapter(get_peft_model(model, lora, low_cpu_mem_usage=True))
+    linear = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
+    try:
+        adapted = get_peft_model(model, lora, low_cpu_mem_usage=True)
+    except ValueError as err:  # nothing matches, or PEFT has no LoRA for it
+        raise SettingsError(f"LORA_TARGETS={','.join(lora.target_modules)}: {err}") from err
+    summary = summarize_adapter(adapted)
     missing = [t for t in lora.target_modules if not any(f".{kind}".endswith(f".{t}") for kind in summary.modules)]
     if missing:
-        leaves = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
-        raise ValueError(f"LORA_TARGETS names {', '.join(missing)}, which {config.architectures or config.model_type} "
-                         f"does not have or which is excluded; its linear layers are {', '.join(leaves)}")
+        kind = ", ".join(config.architectures or [config.model_type])
+        raise SettingsError(f"LORA_TARGETS names {', '.join(missing)}, which {kind} does not have or which is "
+                            f"excluded; its linear layers are {', '.join(linear)}")
+    head = adapted.get_output_embeddings()
+    wrong = [name for name, m in adapted.named_modules()
+             if isinstance(m, LoraLayer) and (m is head or not isinstance(m, LoraLinear))]
+    if wrong:
+        names = ", ".join(name.removeprefix("base_model.model.") for name in wrong)
+        raise SettingsError(f"LORA_TARGETS adapts {names}, whose update would not reach the engine: only linear layers "
+                            f"below the head can be adapted, that is {', '.join(n for n in linear if n != 'lm_head')}")
     return summary
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import requests
 import torch
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
@@ -36,10 +37,10 @@ def merged_parameters(model: torch.nn.Module, device: torch.device | None = None
     """(name, tensor) of every parameter of the policy as the engine must hold it, under the base checkpoint's names.
 
     Order, names, shapes and dtypes are those of TRL's manifest. The model is not written to. Raises TypeError on an
-    adapted module whose update is not scaling * B @ A (DoRA, several adapters, another PEFT method).
+    adapted module whose update is not scaling * B @ A (DoRA, several adapters, another PEFT method, no linear layer).
     """
     adapted = {name.removeprefix("base_model.model."): module for name, module in model.named_modules()
-               if isinstance(module, LoraLinear)}
+               if isinstance(module, BaseTunerLayer)}
     for name, parameter in _iter_vllm_named_params(model):
         tensor = parameter.detach()
         module = adapted.get(name.removesuffix(".weight"))
@@ -49,9 +50,12 @@ def merged_parameters(model: torch.nn.Module, device: torch.device | None = None
 
 
 @torch.no_grad()
-def merged_weight(module: LoraLinear) -> torch.Tensor:
+def merged_weight(module: BaseTunerLayer) -> torch.Tensor:
     """W + scaling * B @ A of one linear layer (out, in): fp32 arithmetic, rounded once to the dtype of W."""
     names = module.active_adapters
+    if not isinstance(module, LoraLinear):
+        raise TypeError(f"cannot stream {type(module).__module__}.{type(module).__name__}: the update must be that of "
+                        "a LoRA on a linear layer (LORA_TARGETS)")
     if len(names) != 1 or any(module.use_dora.values()) or module.merged:
         raise TypeError(f"cannot stream {type(module).__name__}: exactly one plain, unmerged LoRA adapter is needed, "
                         f"found {names}, DoRA {module.use_dora}, merged {module.merged}")

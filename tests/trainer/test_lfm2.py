@@ -9,7 +9,7 @@ from lfm2_small import save_small_model, small_config
 from peft import PeftModel, get_peft_model
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
-from recipe.config import Settings
+from recipe.config import Settings, SettingsError
 from recipe.lfm2 import eos_token_ids, load_tokenizer, lora_config, plan_adapter, summarize_adapter
 
 JOB = Settings.load({})
@@ -45,8 +45,18 @@ def test_without_the_exclusion_peft_would_adapt_conv_out_proj():
 
 
 def test_unknown_target_is_named():
-    with pytest.raises(ValueError, match=r"gate_proj.*w1, w2, w3"):
+    with pytest.raises(SettingsError, match=r"gate_proj.*w1, w2, w3"):
         plan_adapter(small_config(), lora_config(dataclasses.replace(JOB, lora_targets=("q_proj", "gate_proj"))))
+
+
+@pytest.mark.parametrize(("targets", "why"), [
+    (("q_proj", "embed_tokens"), "adapts model.embed_tokens, whose update would not reach .* q_proj, v_proj, w1"),
+    (("q_proj", "conv.conv"), "adapts model.layers.0.conv.conv, model.layers.2.conv.conv"),
+    (("lm_head",), "adapts lm_head"), (("operator_norm",), "LORA_TARGETS=operator_norm: .* not supported"),
+    (("nothing",), "LORA_TARGETS=nothing: Target modules .* not found")])
+def test_targets_that_the_engine_would_never_see_are_refused(targets, why):
+    with pytest.raises(SettingsError, match=why):
+        plan_adapter(small_config(), lora_config(dataclasses.replace(JOB, lora_targets=targets)))
 
 
 def test_summary_shows_modules_parameters_and_size():

@@ -117,6 +117,10 @@ def test_an_adapter_that_is_not_plain_lora_is_refused():
     model = get_peft_model(small_model(), LoraConfig(target_modules=["w1"], use_dora=True))
     with pytest.raises(TypeError, match="DoRA"):
         dict(merged_parameters(model))
+    for target in ("embed_tokens", "conv.conv"):  # adapted, and no linear layer: the base alone would be sent
+        model = get_peft_model(small_model(), LoraConfig(r=32, target_modules=["q_proj", target]))
+        with pytest.raises(TypeError, match="LoRA on a linear layer"):
+            dict(merged_parameters(model))
 
 
 class Engine(BaseHTTPRequestHandler):
