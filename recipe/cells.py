@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from recipe import json_lines
+from recipe.redact import Redactor, stored_token
 from recipe.rewards import CORRECT
 
 
@@ -120,12 +121,15 @@ class CellLog:
 
 
 def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
+    """The cell of a rollout's outcome. Its reason, which may quote what the agent or a server wrote, goes to a
+    repository with it: without secrets."""
     if outcome.status == "graded" and outcome.reward is not None:
         status = "correct" if outcome.reward >= CORRECT else "wrong"
     else:
         status = "ungraded"
     return Cell(task=job.task, sample=job.sample, difficulty=job.difficulty, kind=job.kind, model=job.model,
-                status=status, reason=outcome.reason, reward=outcome.reward if status != "ungraded" else None,
+                status=status, reason=Redactor(stored_token()).text(outcome.reason),
+                reward=outcome.reward if status != "ungraded" else None,
                 tool_calls=outcome.tool_calls, model_calls=outcome.model_calls, tokens=outcome.tokens,
                 prompt_tokens=outcome.prompt_tokens, seconds=round(outcome.seconds, 3), phases=outcome.phases,
                 attempts=attempts, trial=outcome.trial_name, made_with=job.made_with, time=time.time())

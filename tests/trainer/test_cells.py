@@ -51,6 +51,16 @@ def test_status(outcome, status, reward):
     assert (cell.status, cell.reward, cell.reason) == (status, reward, outcome.reason)
 
 
+def test_the_reason_has_no_secret(monkeypatch):
+    keys = {"CAPTURE_ADMIN_KEY": "admin-key-of-this-job", "HF_TOKEN": "hf_" + "a1" * 12}
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    session = "s" + "0a" * 12
+    refused = Outcome(status="ungraded", reward=None, reason=f"401: x-api-key {session}, {' '.join(keys.values())}")
+    (cell,) = collect(jobs(1), lambda job: refused, retries=0)
+    assert cell.reason == "401: x-api-key [session key removed], [secret removed] [secret removed]"
+
+
 def test_all_cells_run_once_and_in_order_when_graded():
     seen: list[int] = []
     cells = collect(jobs(20), lambda job: seen.append(job.index) or Outcome(), concurrency=1)
