@@ -47,7 +47,6 @@ lora_rank() {
   for rank in 1 8 16 32 64 128 256 320 512; do
     if ((rank >= LORA_R)); then echo "$rank"; return; fi
   done
-  fail "LORA_R=$LORA_R: vLLM serves adapters up to rank 512"
 }
 rank=$(lora_rank)
 memory_share=$(python3 -m recipe.config get ENGINE_MEMORY_SHARE)

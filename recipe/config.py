@@ -13,56 +13,40 @@ Standard library only: the same file runs in the image's Python, the trainer's a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+import math
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe.checks import (
+    Check,
+    almost,
+    at_least,
+    between,
+    dataset_id,
+    http_url,
+    modules,
+    no_model_folder,
+    one_of,
+    repo_id,
+)
 from recipe.exits import EXIT_USAGE, Parser
 
 REPO = Path(__file__).resolve().parent.parent
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "w1", "w2", "w3")
 QWEN_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Check = Callable[[Any], str | None]
 
 
 class SettingsError(ValueError):
     """One or more settings are wrong; the message has one sentence per setting that says what to do."""
-
-
-def one_of(*allowed: str) -> Check:
-    return lambda v: None if v in allowed else f"must be one of {', '.join(allowed)}"
-
-
-def between(low: float, high: float) -> Check:
-    return lambda v: None if low <= v <= high else f"must lie between {low:g} and {high:g}"
-
-
-def at_least(low: float) -> Check:
-    return lambda v: None if v >= low else f"must be at least {low:g}"
-
-
-def repo_id(v: str) -> str | None:
-    parts = v.split("/")
-    ok = v == "" or (len(parts) == 2 and all(parts))
-    return None if ok else 'must be "owner/name", for example ADAPTER_REPO=you/LFM2.5-2.6B-opencode-lora-RL'
-
-
-def http_url(v: str) -> str | None:
-    ok = v == "" or re.fullmatch(r"https?://[^/\s]+/?", v)
-    return None if ok else "must be http://HOST:PORT, without a path"
-
-
-def dataset_id(v: str) -> str | None:
-    return None if v == "generated" or (v and not repo_id(v)) else (
-        'must be "owner/name", for example DATASET=agentica-org/DeepCoder-Preview-Dataset, or generated')
 
 
 def knob(default: Any, env: str, help: str, unit: str = "", check: Check | None = None, local: Any = None,
@@ -105,11 +89,13 @@ class Settings:
     # LoRA
     lora: bool = knob(True, "LORA", "train an adapter; 0 trains all weights and ships a model", local=True,
                       deepcoder=False)
-    lora_r: int = knob(32, "LORA_R", "LoRA rank; vLLM serves 8, 16, 32, 64, 128 and a few more", check=at_least(1))
+    lora_r: int = knob(32, "LORA_R", "LoRA rank; vLLM serves 8, 16, 32, 64, 128 and a few more",
+                      check=between(1, 512, "the largest rank that vLLM serves"))
     lora_alpha: int = knob(64, "LORA_ALPHA", "LoRA alpha; the update is scaled by alpha / r", check=at_least(1))
     lora_dropout: float = knob(0.0, "LORA_DROPOUT", "dropout before A; 0 keeps sampler and trainer equal",
                                check=between(0, 0.9))
     lora_targets: tuple[str, ...] = knob(LORA_TARGETS, "LORA_TARGETS", "adapted modules, comma-separated names",
+                                        check=modules(*dict.fromkeys((*LORA_TARGETS, "in_proj", *QWEN_TARGETS))),
                                         local=LORA_TARGETS, deepcoder=QWEN_TARGETS)
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
@@ -288,7 +274,9 @@ class Settings:
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, preset: str | None = None) -> Settings:
         """Settings from the environment. Raises SettingsError that lists every wrong value at once."""
-        environ = os.environ if environ is None else environ
+        if environ is None:
+            environ = os.environ
+            warn_of_slips()
         preset = preset or environ.get("PRESET") or "job"
         recipe = environ.get("RECIPE") or "smoldataenvs"
         values: dict[str, Any] = {}
@@ -322,6 +310,20 @@ class Settings:
         return dataclasses.asdict(self)
 
 
+@functools.cache  # once a process
+def warn_of_slips() -> None:
+    """Names each variable of the environment that is almost, but not, a setting: `MAX_STEP=5` would change nothing.
+
+    No error, because other programs have variables too. Where all settings are set a script of the recipe has
+    exported them, and looked before.
+    """
+    known = [f.metadata["env"] for f in dataclasses.fields(Settings)]
+    if not all(name in os.environ for name in known):
+        for name in os.environ:
+            if meant := almost(name, known):
+                print(f"WARN {name} is set, but no setting is called so: is {meant} meant?", file=sys.stderr)
+
+
 def vllm_runs_here(environ: Mapping[str, str]) -> bool:
     """Whether this machine has a GPU and a vLLM to run on it: the `vllm` command, or a package of this Python."""
     path = environ.get("PATH")
@@ -341,10 +343,12 @@ def _parse(raw: str, like: Any) -> Any:
         return tuple(part.strip() for part in raw.split(",") if part.strip())
     if isinstance(like, (int, float)):
         try:
-            return type(like)(raw)
+            value = type(like)(raw)
         except ValueError:
-            kind = "a whole number" if isinstance(like, int) else "a number"
-            raise ValueError(f"must be {kind}.") from None
+            value = math.nan
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"must be {'a whole number' if isinstance(like, int) else 'a number'}.")
+        return value
     return raw
 
 
@@ -361,6 +365,14 @@ def _check_together(s: Settings) -> list[str]:
         names = [name for name, value in ports.items() if value == port]
         if len(names) > 1:
             errors.append(f"{' and '.join(names)} are both {port}: give each server a port of its own.")
+    # With a policy server elsewhere the folder may lie there, and only its name counts here.
+    if not s.policy_address and (wrong := no_model_folder(s.model)):
+        errors.append(wrong)
+    old = s.opencode_version != Settings.opencode_version and s.opencode_integrity == Settings.opencode_integrity
+    if old and s.environments == "pinned":
+        errors.append(f"OPENCODE_VERSION={s.opencode_version}, but OPENCODE_INTEGRITY is the hash of "
+                      f"{Settings.opencode_version}: set both, the latter to what `npm view "
+                      f"opencode-linux-x64@{s.opencode_version} dist.integrity` prints.")
     if not s.lora and s.adapter_repo:
         errors.append("ADAPTER_REPO receives adapters, and LORA=0 trains all weights: unset ADAPTER_REPO or set "
                       "LORA=1.")
