@@ -144,7 +144,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
 
     heartbeat = HeartbeatCallback(run / "heartbeat.json", settings.max_steps)
     heartbeat.beat("train-setup")
-    metrics = MetricsCallback(run / "metrics.jsonl", settings.token_budget, settings.ratio_stop)
+    metrics = MetricsCallback(run / "metrics.jsonl", settings.token_budget, settings.ratio_stop, settings.recipe)
     stop = StopCallback()
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)

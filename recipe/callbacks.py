@@ -16,6 +16,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 from recipe import sandbox_costs, watchdog
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
+from recipe.rewards import solved
 
 TRACE_INTERVAL = 10  # steps between two groups whose conversations go to trackio
 ETA_WINDOW = 20  # steps whose mean duration gives the time left
@@ -90,8 +91,8 @@ class MetricsCallback(TrainerCallback):
     Alarms are printed and recorded; with `ratio_stop` that of the importance ratio raises RatioOutside.
     """
 
-    def __init__(self, path: Path, token_budget: int = 0, ratio_stop: bool = False):
-        self.path, self.ratio_stop = path, ratio_stop
+    def __init__(self, path: Path, token_budget: int = 0, ratio_stop: bool = False, recipe: str = "smoldataenvs"):
+        self.path, self.ratio_stop, self.recipe = path, ratio_stop, recipe
         self.ratio_alarm, self.oversize = RatioAlarm(), OversizeAlarm(token_budget)
         self.trainer: GroupGRPOTrainer | None = None  # set after the trainer is built
         self.began = self.last = time.monotonic()
@@ -135,7 +136,8 @@ class MetricsCallback(TrainerCallback):
             "step": step, "max_steps": max_steps, "time": time.time(), "seconds": self.durations[-1],
             "eta_seconds": (max_steps - step) * sum(recent) / len(recent),
             "reward_mean": sum(rewards) / len(rewards), "reward_std": _std(rewards), "rewards": rewards,
-            "correct": sum(reward >= 1 for reward in rewards), "rollouts": len(rewards), "rows": len(rows),
+            "correct": sum(solved(reward, self.recipe) for reward in rewards),
+            "rollouts": len(rewards), "rows": len(rows),
             "tool_calls": sum(row.tool_calls for row in rollouts) / len(rewards),
             "tokens": sum(row.tokens for row in rows), "trained_tokens": sum(row.trained for row in rows),
             **health, "skipped_groups": dict(self.trainer._rollout_dataset.skipped),

@@ -63,3 +63,8 @@ def deepcoder_reward(outcome: GradedRollout) -> float | None:
         return UNTRIED
     solved = outcome.env_reward >= CORRECT and not outcome.timed_out
     return float(solved) - min(MOST, PER_CALL * max(0, outcome.tool_call_count - FREE_CALLS))
+
+
+def solved(reward: float, recipe: str) -> bool:
+    """Whether a rollout with this reward solved its task; the penalties of RECIPE=deepcoder take at most MOST."""
+    return reward >= (CORRECT - MOST if recipe == "deepcoder" else CORRECT)

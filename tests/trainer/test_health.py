@@ -74,6 +74,18 @@ def test_rows_beyond_the_budget_are_named_and_alarm_above_one_percent():
     assert OversizeAlarm(0).feed([row(tokens=10**6)]) == []
 
 
+def test_a_solution_that_took_too_many_calls_counts_as_correct(tmp_path):
+    """RECIPE=deepcoder takes 0.03 a call beyond 20; the other recipe's rewards of correct answers begin at 1."""
+    found = {}
+    for recipe in ("deepcoder", "smoldataenvs"):
+        metrics = MetricsCallback(tmp_path / "metrics.jsonl", recipe=recipe)
+        group = [row(i, reward=reward) for i, reward in enumerate((1.0, 0.97, 0.5, 0.0, -0.1, -0.5))]
+        metrics.trainer = SimpleNamespace(group_health=group, _rollout_dataset=SimpleNamespace(skipped={}))
+        metrics.durations.append(1.0)
+        found[recipe] = metrics.record(1, 2, {})["correct"]
+    assert found == {"deepcoder": 3, "smoldataenvs": 1}
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_alarms_reach_console_and_metrics(tmp_path, capsys, stop):
     metrics = MetricsCallback(tmp_path / "metrics.jsonl", token_budget=40, ratio_stop=stop)
