@@ -26,16 +26,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from recipe import report
 from recipe.adapters import FINAL, Adapter, AdapterError
-from recipe.cells import InfrastructureError
 from recipe.config import Settings, SettingsError
-from recipe.evaluation import Plan, evaluate, ungraded
-from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser, packages_of
 from recipe.hub import HubError
-from recipe.policy_client import PolicyError
-from recipe.pristine import NotPristine
-from recipe.results_repo import ResultsRepo
+
+with packages_of(__name__):
+    from recipe import report
+    from recipe.cells import InfrastructureError
+    from recipe.evaluation import Plan, evaluate, ungraded
+    from recipe.policy_client import PolicyError
+    from recipe.pristine import NotPristine
+    from recipe.results_repo import ResultsRepo
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,16 +24,19 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recipe import hub, plots, report, watchdog
+from recipe import hub, watchdog
 from recipe.adapters import Adapter, AdapterError, Checkpoints, HubCheckpoints, LocalCheckpoints
-from recipe.cells import InfrastructureError
 from recipe.config import Settings, SettingsError
-from recipe.evaluation import Plan, evaluate, held_out_tasks, tasks_digest, ungraded
-from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser
-from recipe.policy_client import PolicyClient, PolicyError
-from recipe.pristine import NotPristine
-from recipe.protocol import Protocols, describe
-from recipe.results_repo import OF_CHECKPOINT, ResultsRepo
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_UNGRADED, EXIT_USAGE, Parser, packages_of
+
+with packages_of(__name__):
+    from recipe import plots, report
+    from recipe.cells import InfrastructureError
+    from recipe.evaluation import Plan, evaluate, held_out_tasks, tasks_digest, ungraded
+    from recipe.policy_client import PolicyClient, PolicyError
+    from recipe.pristine import NotPristine
+    from recipe.protocol import Protocols, describe
+    from recipe.results_repo import OF_CHECKPOINT, ResultsRepo
 
 
 class Terms(NamedTuple):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from recipe import deepcoder, disk, hub, hub_tasks, local_tasks, subset
 from recipe.config import REPO, Settings, SettingsError
-from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 from recipe.watchdog import write_atomic
 
 SPLITS = ("train", "test")
@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as err:
         print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)
         return EXIT_USAGE
+    except ModuleNotFoundError as err:
+        print(missing_package(err), file=sys.stderr)
+        return EXIT_UNAVAILABLE
     except (hub_tasks.TaskError, hub.HubError, OSError) as err:
         again = shlex.join(["python", "prepare_tasks.py", *(sys.argv[1:] if argv is None else argv)])
         if disk.is_full(err):

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from recipe import checkpoints, disk, hub, rollout_log
 from recipe.config import Settings, SettingsError
-from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 from recipe.hub import CheckpointPusher
 from recipe.resume import adopt, open_checkpoints
 
@@ -238,6 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     except (SettingsError, checkpoints.CheckpointError) as err:
         print(err, file=sys.stderr)
         return EXIT_USAGE
+    except ModuleNotFoundError as err:
+        print(missing_package(err), file=sys.stderr)
+        return EXIT_UNAVAILABLE
     except Exception as err:
         if not isinstance(err, hub.HubError):  # its message says all
             traceback.print_exc()

@@ -7,8 +7,10 @@ and the env server's use this file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,6 +48,20 @@ def missing_package(err: ModuleNotFoundError) -> str:
     """What to do about a script that was started with an interpreter that lacks its packages."""
     return (f"{Path(sys.executable).name} has no {err.name}: run this in the trainer's environment,\n"
             f'  eval "$(bash setup.sh --local)" && "$TRAINER_PYTHON" {shlex.join(sys.argv)}')
+
+
+@contextlib.contextmanager
+def packages_of(module: str) -> Iterator[None]:
+    """Around a script's imports, with its __name__: --help needs no package, and what else is asked of an interpreter
+    without them ends with what to do."""
+    try:
+        yield
+    except ModuleNotFoundError as err:
+        if module != "__main__":
+            raise
+        if not {"-h", "--help"} & {*sys.argv[1:]}:
+            print(missing_package(err), file=sys.stderr)
+            sys.exit(EXIT_UNAVAILABLE)
 
 
 def markdown_table() -> str:

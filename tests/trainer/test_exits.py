@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -67,3 +68,29 @@ def test_table_is_printed():
     table = python("-m", "recipe.exits").stdout
     assert table.strip() == exits.markdown_table()
     assert [int(line.split("|")[1]) for line in table.splitlines()[2:]] == [0, 1, 2, 64, 69, 75, 130, 143]
+
+
+SCRIPTS = sorted(path.name for path in REPO.glob("*.py"))
+NEEDY = {"eval_adapter.py": [], "eval_watch.py": ["--checkpoints", "."], "train_lora.py": [], "prepare_tasks.py": [],
+         "export_adapter.py": ["--checkpoint", "me/a/checkpoint-1", "--local-dir", "out"], "report.py": ["me/a"]}
+
+
+def bare(*arguments: str, **environ: str) -> list[subprocess.CompletedProcess[str]]:
+    """The same command by the trainer's Python and the env server's, without any package (-S)."""
+    return [subprocess.run([python, "-S", *arguments], capture_output=True, text=True, timeout=120, cwd=REPO,
+                           env={"PATH": os.environ["PATH"]} | environ)
+            for python in dict.fromkeys((sys.executable, os.environ.get("ENV_PYTHON", sys.executable)))]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_needs_no_package(name):
+    for done in bare(name, "--help"):
+        assert done.returncode == 0 and done.stderr == "" and "usage: " in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_an_interpreter_without_the_packages_is_told_in_one_sentence(name, tmp_path):
+    for done in bare(name, *NEEDY[name], RUN_DIR=str(tmp_path)):
+        assert done.returncode == exits.EXIT_UNAVAILABLE, done.stderr
+        assert re.fullmatch(r'python\S* has no \S+: run this in the trainer\'s environment,\n  eval "\$\(bash setup.sh '
+                            rf'--local\)" && "\$TRAINER_PYTHON" {name}.*\n', done.stderr), done.stderr
