@@ -38,7 +38,7 @@ fi
 if [[ -d $ADAPTER ]]; then ADAPTER=$(realpath "$ADAPTER"); fi
 export N_TRAIN_TASKS=${N_TRAIN_TASKS:-1} # the env server serves both splits; the other one is not needed here
 
-job_begin run_eval.sh "--adapter $ADAPTER" eval
+job_begin run_eval.sh "--adapter $(printf %q "$ADAPTER")" eval
 require_lora
 job_setup
 start_watchdog

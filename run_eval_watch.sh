@@ -43,7 +43,7 @@ if [[ -n $CHECKPOINTS ]]; then
   source_arguments=(--checkpoints "$CHECKPOINTS")
 fi
 
-job_begin run_eval_watch.sh "${source_arguments[*]}" eval-watch
+job_begin run_eval_watch.sh "${CHECKPOINTS:+--checkpoints $(printf %q "$CHECKPOINTS")}" eval-watch
 require_lora
 job_setup
 start_watchdog

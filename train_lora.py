@@ -34,7 +34,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from recipe import checkpoints, disk, hub, rollout_log
+from recipe import checkpoints, disk, hub, resume_command, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 from recipe.hub import CheckpointPusher
@@ -246,9 +246,8 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         if disk.is_full(err, settings.run_path):
             print(disk.advice(settings.run_path), file=sys.stderr)
-        again = f"RUN_DIR={settings.run_path} bash run_job.sh{' --local' if settings.preset == 'local' else ''}"
         print(f"\nTraining ended with {type(err).__name__}: {err}\nCheckpoints in {settings.run_path / 'checkpoints'} "
-              f"are kept. Resume with:\n  {again}", file=sys.stderr, flush=True)
+              f"are kept. Resume with:\n  {resume_command.of_this_job()}", file=sys.stderr, flush=True)
         return EXIT_UNAVAILABLE
 
 

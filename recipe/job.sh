@@ -19,8 +19,8 @@ die() {
   exit "$code"
 }
 
-# job_begin SCRIPT [ARGUMENTS [NAME]]: settings into the environment, run folder, lock, free ports, traps. ARGUMENTS
-# are repeated in the resume command; NAME is in the name of a new run folder.
+# job_begin SCRIPT [ARGUMENTS [NAME]]: settings into the environment, run folder, lock, free ports, traps. ARGUMENTS,
+# quoted, are repeated in the resume command; NAME is in the name of a new run folder.
 job_begin() {
   local script=$1 arguments=${2:-} name=${3:-} settings
   settings=$(python3 -m recipe.config export) || exit $?
@@ -30,9 +30,9 @@ job_begin() {
   mkdir -p "$RUN_DIR/logs" || die "$EXIT_USAGE" "cannot make $RUN_DIR: set RUN_DIR to a folder that can be written"
   RUN_DIR=$(cd "$RUN_DIR" && pwd)
   LOGS=$RUN_DIR/logs
-  RESUME_WITH="RUN_DIR=$(printf %q "$RUN_DIR") bash $script${arguments:+ $arguments}"
-  if [[ $PRESET == local ]]; then RESUME_WITH+=' --local'; fi
-  if [[ $RECIPE != smoldataenvs ]]; then RESUME_WITH="RECIPE=$RECIPE $RESUME_WITH"; fi
+  [[ ${OLDPWD:-$REPO} == "$REPO" ]] || script=$(printf %q "$REPO")/$script # started from another folder
+  RESUME_WITH=$(python3 -m recipe.resume_command "$script${arguments:+ $arguments}")
+  export RESUME_WITH
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
   rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"

@@ -132,9 +132,20 @@ def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(st
 
 def test_the_resume_command_fits_the_preset(start):
     code, output = start("run_step tasks false\n", PRESET="job", HF_TOKEN="hf_x").end()
-    assert code == 69 and re.search(r"Resume with: RUN_DIR=\S+ bash test_job.sh$", output, re.M), output
-    code, output = start("run_step tasks false\n", RECIPE="deepcoder").end()
-    assert re.search(r"Resume with: RECIPE=deepcoder RUN_DIR=\S+ bash test_job.sh --local$", output, re.M), output
+    again = r"Resume with: RUN_DIR=\S+ (\w+_PORT=\d+ ){3}bash test_job.sh$"
+    assert code == 69 and re.search(again, output, re.M), output
+    code, output = start("run_step tasks bash -c 'echo \"again: $RESUME_WITH\"; false'\n", RECIPE="deepcoder",
+                         MAX_STEPS="3", ENGINE="cpu").end()
+    again = r"RUN_DIR=\S+ RECIPE=deepcoder MAX_STEPS=3 (\w+_PORT=\d+ ){3}bash test_job.sh --local$"
+    assert re.search("Resume with: " + again, output, re.M), output
+    assert re.search("again: " + again, output, re.M), "what the job starts prints the same one"
+
+
+def test_a_job_that_was_started_elsewhere_is_resumed_from_anywhere(start, tmp_path):
+    script = PRELUDE.format(repo=REPO).splitlines()
+    elsewhere = subprocess.run(["bash", "-c", "cd /; " + "\n".join(script) + "\ndie 69 \"$RESUME_WITH\""], text=True,
+                               capture_output=True, env=os.environ | {"RUN_DIR": str(tmp_path / "run")}, timeout=60)
+    assert elsewhere.stderr.rstrip().endswith(f"bash {REPO}/test_job.sh --local"), elsewhere.stderr
 
 
 def test_a_script_that_evaluates_adapters_refuses_whole_models(start):
