@@ -38,7 +38,7 @@ from recipe import checkpoints, disk, hub, resume_command, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 from recipe.hub import CheckpointPusher
-from recipe.resume import adopt, open_checkpoints
+from recipe.resume import adopt, all_steps, open_checkpoints
 
 HEALTH_LIMIT = 300.0  # seconds without a tick of the rollout worker's loop
 
@@ -181,10 +181,9 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     from recipe.harbor_sessions import HarborSessionFactory
 
     checkpoint, pusher = open_checkpoints(settings, resume)
-    if checkpoint and checkpoints.step_of(checkpoint) >= settings.max_steps:
+    if checkpoint and (done := all_steps(checkpoint, settings)):
         adopt(checkpoint, settings.final_path)
-        print(f"{checkpoint.name} has all {settings.max_steps} steps; it is the final {settings.final_path.name}",
-              flush=True)
+        print(f"{done}. It is the final {settings.final_path.name}", flush=True)
         return 0
     gpu = torch.cuda.is_available()
     if not gpu:

@@ -114,13 +114,16 @@ def folders(root: Path) -> list[Path]:
     return sorted((p for p in root.glob("checkpoint-*") if NAME.fullmatch(p.name)), key=step_of)
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint in `root` with the most steps that is whole; says which ones were passed over."""
+def newest_checkpoint(root: Path, broken: dict[str, str] | None = None) -> Path | None:
+    """The checkpoint in `root` with the most steps that is whole; says which ones were passed over, and notes in
+    `broken` what is wrong with each."""
     for folder in reversed(folders(root)):
         wrong = damage(folder)
         if wrong is None:
             return folder
         print(f"WARN {folder.name} is passed over: {wrong}", flush=True)
+        if broken is not None:
+            broken[str(folder)] = wrong
     return None
 
 

@@ -211,10 +211,11 @@ def remote_manifest(repo: str, sha: str, step: int, into: Path) -> dict[str, Any
                       .read_text())
 
 
-def fetch_newest(repo: str, root: Path, above: int = 0) -> Path | None:
+def fetch_newest(repo: str, root: Path, above: int = 0, broken: dict[str, str] | None = None) -> Path | None:
     """Downloads the newest whole checkpoint with more than `above` steps to root/checkpoint-N, or returns None.
 
-    Raises HubError when the Hub can't be asked: a run that began anew then would overwrite what is there.
+    Notes in `broken` what is wrong with each that was passed over. Raises HubError when the Hub can't be asked: a run
+    that began anew then would overwrite what is there.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -236,6 +237,8 @@ def fetch_newest(repo: str, root: Path, above: int = 0) -> Path | None:
         if wrong is None:
             return root / f"checkpoint-{step}"
         print(f"WARN checkpoint-{step} in {repo} is passed over: {wrong}", flush=True)
+        if broken is not None:
+            broken[f"checkpoint-{step} in {repo}"] = wrong
     return None
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from recipe import checkpoints, hub
+from recipe import checkpoints, hub, resume_command
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
@@ -27,7 +27,8 @@ def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, Chec
     Raises SettingsError, CheckpointError, HubError.
     """
     root = settings.run_path / "checkpoints"
-    newest = checkpoints.newest_checkpoint(root)
+    broken: dict[str, str] = {}
+    newest = checkpoints.newest_checkpoint(root, broken)
     pusher, there = None, set()
     if settings.adapter_repo:
         pusher = CheckpointPusher(settings.adapter_repo)
@@ -38,8 +39,17 @@ def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, Chec
                                 "resume would take for this run's: choose another RUN_DIR or ADAPTER_REPO.")
         return None, pusher
     if pusher:
-        newest = hub.fetch_newest(settings.adapter_repo, root, above=checkpoints.step_of(newest) if newest else 0
+        newest = hub.fetch_newest(settings.adapter_repo, root, checkpoints.step_of(newest) if newest else 0, broken
                                   ) or newest
+    # The very first checkpoint of a run that was killed while it wrote it is no loss: such a run goes on by itself.
+    unsealed = [folder for folder in checkpoints.folders(root) if not (folder / checkpoints.MANIFEST).exists()]
+    if not newest and broken and not len(broken) == len(unsealed) == 1:
+        other = f", with another ADAPTER_REPO than {settings.adapter_repo}," if there else ""
+        raise checkpoints.CheckpointError(
+            "There are checkpoints, but none is whole:\n"
+            + "".join(f"  {name}: {wrong}\n" for name, wrong in broken.items())
+            + f"Nothing was deleted. Put their files back to go on, or begin anew at the base{other} with:\n"
+            f"  RESUME=never {resume_command.of_this_job()}")
     if newest:
         checkpoints.check_settings(newest, settings)
         if pusher:
@@ -47,6 +57,14 @@ def open_checkpoints(settings: Settings, resume: str) -> tuple[Path | None, Chec
                 if checkpoints.step_of(folder) not in there and checkpoints.damage(folder) is None:
                     pusher.push(folder)
     return newest, pusher
+
+
+def all_steps(checkpoint: Path, settings: Settings) -> str | None:
+    """What to say of a checkpoint after which nothing is left to train; None where something is."""
+    step = checkpoints.step_of(checkpoint)
+    return None if step < settings.max_steps else (
+        f"{checkpoint.name} has all {settings.max_steps} steps that MAX_STEPS asks for, nothing is left to train; to "
+        f"train on set MAX_STEPS above {step}")
 
 
 def adopt(checkpoint: Path, final: Path) -> None:
@@ -71,8 +89,10 @@ def main(argv: list[str] | None = None) -> int:
     except hub.HubError as err:
         print(f"nothing was started: {err}", file=sys.stderr)
         return EXIT_USAGE if err.refused else EXIT_UNAVAILABLE
-    print(f"the training goes on from {checkpoint.name}" if checkpoint else "the training begins at the base model",
-          flush=True)
+    if checkpoint:
+        print(all_steps(checkpoint, settings) or f"the training goes on from {checkpoint.name}", flush=True)
+    else:
+        print("the training begins at the base model", flush=True)
     return 0
 
 

@@ -93,11 +93,12 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
     assert "LORA_R: " in (tmp_path / "d/out").read_text()
 
 
-def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, tmp_path, monkeypatch, capsys):
-    from recipe import hub as recipe_hub
+@pytest.fixture
+def look(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Exit code and text of `python -m recipe.resume` in a folder, with settings."""
     from recipe import resume
 
-    def look(folder: str, **settings: str) -> tuple[int, str]:
+    def run(folder: str, **settings: str) -> tuple[int, str]:
         with monkeypatch.context() as patch:
             for name, value in {"RUN_DIR": str(tmp_path / folder), "ADAPTER_REPO": ADAPTER, **settings}.items():
                 patch.setenv(name, value)
@@ -105,17 +106,31 @@ def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, 
         shown = capsys.readouterr()
         return code, shown.out + shown.err
 
+    return run
+
+
+def saved(folder: Path, step: int) -> Path:
+    """A whole checkpoint in the run folder."""
+    made = folder / f"checkpoints/checkpoint-{step}"
+    made.mkdir(parents=True)
+    (made / "adapter_model.safetensors").write_bytes(b"adapter %d" % step)
+    return checkpoints.seal(made, Settings.load({}))
+
+
+def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, look, tmp_path, monkeypatch):
+    from recipe import hub as recipe_hub
+
     code, text = look("a")
     assert code == 0 and "the training begins at the base model" in text and f"{ADAPTER} can be written" in text
     for step in (100, 200):  # saved, but the machine went before they were pushed
-        folder = tmp_path / f"a/checkpoints/checkpoint-{step}"
-        folder.mkdir(parents=True)
-        (folder / "adapter_model.safetensors").write_bytes(b"adapter %d" % step)
-        checkpoints.seal(folder, Settings.load({}))
+        saved(tmp_path / "a", step)
     assert look("a")[0] == 0
     assert [c.message for c in hub.repo(ADAPTER).commits[1:]] == ["checkpoint-100", "checkpoint-200"]
     code, text = look("b")
     assert code == 0 and "goes on from checkpoint-200" in text
+    code, text = look("b", MAX_STEPS="150")
+    assert code == 0 and "goes on" not in text
+    assert "checkpoint-200 has all 150 steps that MAX_STEPS asks for" in text and "set MAX_STEPS above 200" in text
     code, text = look("c", LORA_R="8")
     assert code == 64 and "LORA_R: 32 in the checkpoint, 8 now" in text
     code, text = look("c", RESUME="never")
@@ -127,3 +142,36 @@ def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, 
     hub.fail(10_000, "reset", "/api/")
     code, text = look("c")
     assert code == 69 and "still failing after" in text and "Traceback" not in text
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins_anew_unasked(hub: HubDouble, look, tmp_path):
+    run = tmp_path / "run"
+    first, second = saved(run, 100), saved(run, 200)
+    (first / "adapter_model.safetensors").write_bytes(b"another")
+    (second / "adapter_model.safetensors").unlink()
+    files = sorted(run.rglob("*"))
+    code, text = look("run", ADAPTER_REPO="", SEED="3")
+    assert code == 64 and "begins at the base" not in text
+    assert f"{first}: adapter_model.safetensors is not what its manifest says" in text
+    assert f"{second}: adapter_model.safetensors is missing" in text
+    assert text.rstrip().endswith(f"RESUME=never RUN_DIR={run} SEED=3 bash run_job.sh")
+    code, text = look("run", ADAPTER_REPO="", RESUME="never")
+    assert code == 0 and "begins at the base" in text and sorted(run.rglob("*")) == files
+
+    saved(tmp_path / "other", 300)
+    assert look("other")[0] == 0
+    assert look("run")[0] == 0, "one in the repository is whole"
+    broken = {"checkpoint-300/adapter_model.safetensors": b"damaged"}
+    hub.repo(ADAPTER).add("damaged", broken)
+    code, text = look("empty")
+    assert code == 64 and f"checkpoint-300 in {ADAPTER}: adapter_model.safetensors has 7 bytes there" in text
+    assert f"with another ADAPTER_REPO than {ADAPTER}, with:\n  RESUME=never " in text
+
+
+def test_a_first_checkpoint_that_was_cut_off_stops_nothing(look, tmp_path):
+    (saved(tmp_path / "run", 100) / checkpoints.MANIFEST).unlink()
+    code, text = look("run", ADAPTER_REPO="")
+    assert code == 0 and "checkpoint-100 is passed over" in text and "begins at the base" in text
+    (saved(tmp_path / "run", 200) / checkpoints.MANIFEST).unlink()
+    code, text = look("run", ADAPTER_REPO="")
+    assert code == 64 and text.count("it was not written to its end") == 4, "two are no cut-off first one"
