@@ -17,6 +17,7 @@ import json
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from recipe.watchdog import write_atomic
 
 SPLITS = ("train", "test")
 DOWNLOADS = 16  # at once
+PROGRESS = 10.0  # seconds between two lines that say how far it is
 
 Load = Callable[[], dict[str, bytes]]  # all files of one task: relative path -> content
 
@@ -37,7 +39,10 @@ def made_here(name: str, files: dict[str, str]) -> tuple[str, Load]:
 
 
 def local_source(split: str, n: int, seed: int) -> list[tuple[str, Load]]:
-    return [made_here(task.name, local_tasks.files(task)) for task in local_tasks.generate(split, n, seed)]
+    try:
+        return [made_here(task.name, local_tasks.files(task)) for task in local_tasks.generate(split, n, seed)]
+    except ValueError as err:
+        raise SettingsError(f"{err}: lower {'N_TRAIN_TASKS' if split == 'train' else 'N_TASKS'}.") from None
 
 
 def deepcoder_source(settings: Settings, split: str, n: int) -> list[tuple[str, Load]]:
@@ -88,8 +93,13 @@ def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path, source
 
     with ThreadPoolExecutor(DOWNLOADS) as pool:
         jobs = [pool.submit(write, task) for task in tasks]
+        written, told = 0, time.monotonic()
         try:
-            written = [job.result() for job in jobs]
+            for done, job in enumerate(jobs, 1):
+                written += job.result()
+                if (now := time.monotonic()) - told > PROGRESS:
+                    told = now
+                    print(f"[tasks] {split}: {done} of {len(jobs)}", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)  # the first failure is told at once
             raise
@@ -99,7 +109,7 @@ def materialize(split: str, tasks: Iterable[tuple[str, Load]], out: Path, source
             shutil.rmtree(other)
     shutil.rmtree(parts, ignore_errors=True)
     write_atomic(listing, json.dumps({"split": split, "source": source, "tasks": names}, indent=1) + "\n")
-    return len(names), sum(written)
+    return len(names), written
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,7 +139,8 @@ def main(argv: list[str] | None = None) -> int:
                 pinned, seed = lists[split], settings.seed if split == "train" else 0
                 source, tasks = f"{pinned.dataset}@{pinned.revision}", hub_source(pinned, n, seed=seed)
             total, new = materialize(split, tasks, out, source)
-            print(f"[tasks] {split}: {total} tasks ({new} new, {total - new} unchanged) in {out / split}; {source}")
+            print(f"[tasks] {split}: {total} tasks ({new} new, {total - new} unchanged) in {out / split}; {source}",
+                  flush=True)
     except SettingsError as err:
         print(f"Settings are wrong, no task was written:\n{err}", file=sys.stderr)
         return EXIT_USAGE

@@ -51,7 +51,7 @@ mapfile -t found <"$RUN_DIR/adapter.found" # folder, source, name of the results
 
 step tasks "preparing the tasks"
 beat tasks
-run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
+FOLLOW='^\[tasks\]' run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
 
 start_policy eval
 start_env

@@ -54,7 +54,7 @@ run_step hub "$TRAINER_PYTHON" -m recipe.results_repo
 step tasks "preparing the tasks"
 beat tasks
 # All held-out tasks, so that N_TASKS of them can be a stratified subset.
-run_step tasks env -u N_TASKS "$TRAINER_PYTHON" prepare_tasks.py
+FOLLOW='^\[tasks\]' run_step tasks env -u N_TASKS "$TRAINER_PYTHON" prepare_tasks.py
 
 start_policy eval
 start_env

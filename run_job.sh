@@ -50,7 +50,7 @@ run_step memory env "${TRAINER_ENV[@]}" "$TRAINER_PYTHON" -m recipe.gpu_memory
 
 step tasks "preparing the tasks"
 beat tasks
-run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
+FOLLOW='^\[tasks\]' run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
 
 trained=$RUN_DIR/trained
 if [[ -e $trained && $(<"$trained") == "$MAX_STEPS" ]]; then

@@ -24,6 +24,7 @@ from recipe.stdin_verifier import SPARE_SECONDS, TEST_SECONDS
 
 MIN_TESTS = 3  # fewer say too little about a solution
 MAX_TESTS = 12  # of one problem: what bounds the time of a verification
+MOST_MADE = 3000  # problems of a split with DATASET=generated: 5 ms each
 STDIN = "stdin_stdout"
 PREFIX = "Solve the following coding problem using the programming language python:"
 # What follows the last of these tells the reader to answer with code in the reply.
@@ -120,11 +121,17 @@ def choose(rows: Sequence[dict[str, Any]], split: str, n_train: int, n_test: int
 def rows_of(settings: Settings) -> Sequence[dict[str, Any]]:
     """The rows of DATASET. Raises SettingsError when there is none, HubError when the Hub cannot be asked."""
     if settings.dataset == "generated":
-        return made_problems.rows(2 * (settings.n_train_tasks + settings.n_tasks))
+        if max(settings.n_train_tasks, settings.n_tasks) > MOST_MADE:
+            raise SettingsError(f"DATASET=generated makes {MOST_MADE} problems of each split at most: lower "
+                                "N_TRAIN_TASKS or N_TASKS.")
+        return made_rows(2 * (settings.n_train_tasks + settings.n_tasks))
     return hub_rows(settings.dataset, settings.dataset_config, settings.dataset_revision)
 
 
-@functools.cache  # both splits come from it
+made_rows = functools.cache(made_problems.rows)  # both splits come from them
+
+
+@functools.cache
 def hub_rows(dataset: str, config: str, revision: str) -> Sequence[dict[str, Any]]:
     from datasets import load_dataset
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SPLITS = ("train", "test", "warm")
+MOST = 3000  # tasks of one split: each has a file name of its own, and there are 3,600 of those
 INPUT_DIR = "/home/user/input"
 ANSWER_FILE = "/workdir/answer.txt"
 
@@ -167,6 +168,8 @@ def generate(split: str, n: int, seed: int = 0) -> list[LocalTask]:
     """`n` tasks with unique instructions, the kinds in the shares of ROUND and shuffled order. Raises ValueError."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown: use one of {', '.join(SPLITS)}")
+    if n > MOST:
+        raise ValueError(f"{n} tasks are asked of the generator, which makes {MOST} at most")
     rng = random.Random(f"{split}:{seed}")
     tasks: list[LocalTask] = []
     files: set[str] = set()

@@ -5,7 +5,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +110,25 @@ def test_local_tasks_are_written_once_and_repaired(tmp_path, monkeypatch, capsys
     assert prepare_tasks.main(run) == 0
     assert "(2 new, 62 unchanged)" in capsys.readouterr().out
     assert not (tmp_path / "test/left_over").exists()
+
+
+@pytest.mark.parametrize(("environ", "said"), [
+    ({"N_TASKS": "100000"}, "100000 tasks are asked of the generator, which makes 3000 at most: lower N_TASKS."),
+    ({"N_TRAIN_TASKS": "3001"}, "3001 tasks are asked of the generator, which makes 3000 at most: lower N_TRAIN_"),
+    ({"N_TASKS": "100000", "RECIPE": "deepcoder"}, "makes 3000 problems of each split at most: lower N_TRAIN_TASKS")])
+def test_more_tasks_than_can_be_made_are_refused_at_once(environ, said, tmp_path):
+    environ = {"PATH": os.environ["PATH"], "N_TRAIN_TASKS": "1"} | environ
+    done = subprocess.run([sys.executable, "prepare_tasks.py", "--local", "--out", str(tmp_path)], cwd=REPO, text=True,
+                          capture_output=True, timeout=60, env=environ)
+    assert done.returncode == 64 and said in done.stderr, done.stderr
+
+
+def test_long_work_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    seconds = iter(range(0, 1000, 4))
+    monkeypatch.setattr(prepare_tasks, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    tasks = [prepare_tasks.made_here(f"t{i}", {"task.toml": ""}) for i in range(8)]
+    assert prepare_tasks.materialize("train", tasks, tmp_path) == (8, 8)
+    assert capsys.readouterr().out.splitlines() == ["[tasks] train: 3 of 8", "[tasks] train: 6 of 8"]
 
 
 # -- tasks from the Hub: a stand-in for the download ---------------------------------------------------------------
