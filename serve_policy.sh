@@ -54,9 +54,8 @@ memory_share=$(python3 -m recipe.config get ENGINE_MEMORY_SHARE)
 env=() command=()
 [[ -n $POLICY_GPU ]] && env+=(CUDA_VISIBLE_DEVICES="$POLICY_GPU")
 if [[ $ENGINE == vllm ]]; then
-  # A vLLM that was unpacked into a folder has no command of its own.
   serve=(vllm serve "$weights")
-  if ! command -v vllm >/dev/null && python3 -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))'; then
+  if ! command -v vllm >/dev/null && vllm_is_module; then
     serve=(python3 -m vllm.entrypoints.openai.api_server --model "$weights")
   fi
   command=("${serve[@]}" --served-model-name "$MODEL" --host "$POLICY_HOST" --port "$POLICY_PORT"

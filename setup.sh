@@ -163,6 +163,9 @@ setup_all() {
   local exported
   exported=$(cd "$REPO" && python3 -m recipe.config export) || exit 64
   eval "$exported"
+  if [[ $ENGINE == vllm && -z ${SETUP_ENV_ONLY:-} ]] && ! command -v vllm >/dev/null && ! vllm_is_module; then
+    setup_fail "there is no vLLM here, neither a command nor a module of python3: run in the image vllm/vllm-openai:v0.31.0, install vLLM and set ENVIRONMENTS=present, or run the small job that needs none with --local"
+  fi
   CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
   mkdir -p "$CACHE_PATH"
   if [[ $ENVIRONMENTS == present ]]; then

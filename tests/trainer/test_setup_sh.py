@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -58,3 +59,17 @@ def test_a_backend_with_an_sdk_has_a_lock_of_its_own_and_the_same_openenv_and_ha
         assert sandbox in more and sandbox not in pins
         assert {name: more[name] for name in ("openenv", "harbor", "huggingface-hub")} == {
             name: pins[name] for name in ("openenv", "harbor", "huggingface-hub")}
+
+
+def test_a_machine_without_vllm_is_told_so_before_anything_is_made(tmp_path):
+    python = tmp_path / "bin/python3"  # -S: without packages, also where this machine's has a vLLM
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys._base_executable} -S "$@"\n')
+    python.chmod(0o755)
+    environ = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
+    done = subprocess.run(["bash", "setup.sh"], cwd=REPO, capture_output=True, text=True, env=environ, timeout=60)
+    assert done.returncode == 69 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    for what in ("there is no vLLM here", "vllm/vllm-openai:v0.31.0", "ENVIRONMENTS=present", "--local"):
+        assert what in line
+    assert not (tmp_path / "home").exists()
