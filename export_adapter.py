@@ -127,7 +127,8 @@ def merge(settings: Settings, source: Source, out: Path) -> None:
     trained = json.loads((source.folder / checkpoints.SETTINGS).read_text())["model"]
     here = checkpoints.training_settings(settings)["model"]
     if trained != here:
-        raise AdapterError(f"{source.folder.name} was trained on {trained}, and MODEL is {here}: set MODEL={trained}")
+        what = trained if "/" in trained else f"the folder of that model, {trained}"
+        raise AdapterError(f"{source.folder.name} was trained on {trained}, and MODEL is {here}: set MODEL to {what}")
     off, moved = merging.merge({"pretrained_model_name_or_path": settings.model, **settings.hub_revision},
                                source.folder, out)
     print(f"wrote {out} in bfloat16; mean |Δlogp| against base with adapter: {off:.2g} (the adapter moves the base by "

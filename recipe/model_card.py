@@ -17,6 +17,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from recipe import report, task_source
 from recipe.adapters import AdapterError
+from recipe.config import REPO
 
 LICENCE, LICENCE_LINK = "lfm1.0", "https://huggingface.co/{base}/blob/main/LICENSE"
 CURVE = "learning_curve.png"
@@ -40,7 +41,7 @@ model = PeftModel.from_pretrained(base, "{repo}")
 vllm serve {model} --enable-lora --max-lora-rank {rank} --lora-modules opencode-lora={repo}
 ```
 
-OpenCode always sends `tool_choice="auto"`: for the agent add `--enable-auto-tool-choice --tool-call-parser lfm2`.
+OpenCode always sends `tool_choice="auto"`: for the agent add `--enable-auto-tool-choice --tool-call-parser {parser}`.
 
 ## Evaluation
 
@@ -54,18 +55,20 @@ OpenCode always sends `tool_choice="auto"`: for the agent add `--enable-auto-too
 
 ## Intended use and limits
 
-Answering questions about data files by running shell commands in a sandbox, with OpenCode as the agent. The agent
+{use} in a sandbox, with OpenCode as the agent. The agent
 executes what the model writes: run it where that can do no harm, without secrets in its reach.
 
 - Only the tasks above were measured, with the sampling and the limits above; other harnesses, tools, languages and
   longer tasks were not.
-- The reward is a verifier's: the model was taught to write the expected value, not to explain it or to doubt it.
+- The reward is a verifier's: the model was taught to write what it expects, not to explain it or to doubt it.
 - Whatever the base model gets wrong outside these tasks, the adapter has not been trained to get right.
 
 ## Licence
 
-The adapter is a derivative of {base} and under its licence, {licence}.
+The adapter is a derivative of {base} and under its licence{licence}.
 """
+USE = {"smoldataenvs": "Answering questions about data files by running shell commands",
+       "deepcoder": "Solving competitive-programming problems by writing and trying programs"}
 SHOWN = ("model_revision", "learning_rate", "lora_alpha", "lora_dropout", "num_generations", "max_staleness",
          "efficiency_bonus", "zero_contrast", "thinking", "temperature", "top_p", "top_k", "max_output_tokens",
          "max_model_calls", "agent_timeout", "opencode_version", "dtype", "seed", "n_train_tasks")
@@ -88,6 +91,25 @@ class Facts:
         """Hub id of the base model; None for a local one, which the Hub would refuse in the metadata."""
         return model if "/" in (model := self.training["model"]) else None
 
+    @property
+    def base_in_words(self) -> str:
+        """The base model in a sentence; a local one by the name of its folder and its architecture, not by its path."""
+        if self.base:
+            return f"[{self.base}](https://huggingface.co/{self.base})"
+        folder = Path(self.config.get("base_model_name_or_path") or "").resolve()
+        name = "tiny/model` of the recipe" if folder == REPO / "tiny/model" else f"{self.training['model']}`"
+        try:
+            architecture = f", {json.loads((folder / 'config.json').read_text())['architectures'][0]}"
+        except (OSError, ValueError, LookupError, TypeError):
+            architecture = ""
+        return f"a local model that is not on the Hub (folder `{name}{architecture})"
+
+    @property
+    def licence(self) -> dict[str, str]:
+        """The licence in the metadata; empty where the base's is not known."""
+        return {"license": "other", "license_name": LICENCE, "license_link": LICENCE_LINK.format(base=self.base)
+                } if (self.base or "").startswith("LiquidAI/") else {}
+
 
 def render(facts: Facts) -> str:
     """The whole README.md: YAML metadata and text."""
@@ -97,19 +119,19 @@ def render(facts: Facts) -> str:
     metadata = ModelCardData(
         base_model=base, base_model_relation="adapter" if base else None, library_name="peft",
         pipeline_tag="text-generation", tags=["lora", "grpo", "opencode", "agent"],
-        datasets=[data[0]] if data else None, license="other", license_name=LICENCE,
-        license_link=LICENCE_LINK.format(base=base) if base else None,
+        datasets=[data[0]] if data else None, **facts.licence,
         model_name=name, eval_results=eval_results(facts.result) if facts.result else None)
     rows = [("optimizer steps", facts.step), ("training tasks from", training.get("data") or "not noted"),
             ("LoRA rank", facts.config["r"]), ("LoRA modules", ", ".join(sorted(facts.config["target_modules"])))]
     rows += [(key, training[key]) for key in SHOWN if key in training]
     pinned = training.get("model_revision", "main")
-    licence = f"[{LICENCE}]({LICENCE_LINK.format(base=base)})" if base else LICENCE
     text = BODY.format(
-        title=name, base=f"[{base}](https://huggingface.co/{base})" if base else training["model"],
-        model=training["model"], revision=f', revision="{pinned}"' if base and pinned != "main" else "",
+        title=name, base=facts.base_in_words, use=USE[training.get("recipe", "smoldataenvs")],
+        parser=training.get("tool_call_parser", "lfm2"), model=base or "PATH/TO/THE/BASE",
+        revision=f', revision="{pinned}"' if base and pinned != "main" else "",
         repo=facts.repo or "PATH/TO/THIS/FOLDER", rank=facts.config["r"],
-        opencode=training.get("opencode_version", "unknown"), licence=licence,
+        opencode=training.get("opencode_version", "unknown"),
+        licence=", [{license_name}]({license_link})".format(**facts.licence) if facts.licence else "",
         settings="\n".join(f"| {key} | {value} |" for key, value in rows), evaluation=_evaluation(facts))
     return f"---\n{metadata.to_yaml()}\n---\n{text}"
 

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import _http
 
 import export_adapter
-from recipe import checkpoints, report
+from recipe import checkpoints, model_card, report
 from recipe import hub as recipe_hub
 from recipe.adapters import adapter_digest
 from recipe.config import Settings
@@ -88,6 +88,14 @@ def test_a_checkpoint_of_a_repository_is_published_with_a_valid_card(hub, repo, 
     assert (entry.metric_type, entry.metric_value) == ("pass@1", 0.3)
     assert f'PeftModel.from_pretrained(base, "{PUBLISHED}")' in card.text
     assert f"--max-lora-rank 32 --lora-modules opencode-lora={PUBLISHED}" in card.text
+
+
+def test_the_card_of_a_local_base_is_valid_too(hub, hub_at_its_own_name):
+    facts = model_card.Facts(step=3, training={"model": "mine"}, repo=PUBLISHED,
+                             config={"r": 8, "target_modules": ["w1"]})
+    card = ModelCard(model_card.render(facts))
+    card.validate()
+    assert hub.count("POST /api/validate-yaml") == 1 and "local model that is not on the Hub" in card.text
 
 
 @pytest.mark.parametrize("old, new, message", [

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import export_adapter
-from recipe import checkpoints, merging, pristine, report
+from recipe import checkpoints, merging, model_card, pristine, report
 from recipe.adapters import adapter_digest
 from recipe.config import REPO, Settings
 
@@ -100,7 +100,7 @@ def test_the_exported_folder_and_its_card(run, tmp_path):
     assert {p.name for p in (out / "eval").iterdir()} == {"final_results.json", "summary.json"}
     Image.open(out / "learning_curve.png").verify()
     card = ModelCard.load(out / "README.md")
-    assert (card.data.library_name, card.data.license, card.data.license_name) == ("peft", "other", "lfm1.0")
+    assert (card.data.library_name, card.data.license) == ("peft", None), "nobody knows that of a folder"
     assert card.data.datasets == ["FineEnvs/train"] and card.data.base_model is None, "a folder is no Hub id"
     (entry,) = card.data.eval_results
     assert entry.metric_value == 0.75, "the full evaluation, not the watcher's subset"
@@ -109,7 +109,9 @@ def test_the_exported_folder_and_its_card(run, tmp_path):
     assert f"8 held-out tasks ({HELD_OUT})" in card.text and "`eval/final_results.json`" in card.text
     assert "| optimizer steps | 4 |" in card.text and "| learning_rate | 0.0003 |" in card.text, "the checkpoint's"
     assert "| training tasks from | FineEnvs/train@abc |" in card.text
-    assert "vllm serve model --enable-lora --max-lora-rank 8 --lora-modules opencode-lora=" in card.text
+    assert "for a local model that is not on the Hub (folder `tiny/model` of the recipe, Lfm2ForCausalLM)" in card.text
+    assert "vllm serve PATH/TO/THE/BASE --enable-lora --max-lora-rank 8 --lora-modules opencode-lora=" in card.text
+    assert str(REPO) not in card.text and "and under its licence.\n" in card.text
     for heading in ("## Load it", "## Training", "## Intended use and limits", "## Licence"):
         assert heading in card.text
 
@@ -131,9 +133,25 @@ def test_a_hub_base_is_in_the_metadata_and_in_the_commands(run, tmp_path):
     card = ModelCard.load(tmp_path / "out/README.md")
     base = "LiquidAI/LFM2.5-2.6B"
     assert (card.data.base_model, card.data.base_model_relation) == (base, "adapter")
-    assert card.data.license_link == f"https://huggingface.co/{base}/blob/main/LICENSE"
+    licence = f"https://huggingface.co/{base}/blob/main/LICENSE"
+    assert (card.data.license, card.data.license_name, card.data.license_link) == ("other", "lfm1.0", licence)
+    assert f"[{base}](https://huggingface.co/{base}) and under its licence, [lfm1.0]({licence})." in card.text
     assert f'from_pretrained("{base}", revision="c0ffee")' in card.text
     assert f"vllm serve {base} --enable-lora --max-lora-rank 8 " in card.text
+
+
+def test_a_base_of_ones_own_is_called_by_its_folder_and_another_base_has_no_lfm_licence(run, tmp_path):
+    folder = run / "checkpoints/checkpoint-4"
+    training, config = (json.loads((folder / f"{name}.json").read_text()) for name in ("settings", "adapter_config"))
+    facts = model_card.Facts(step=4, training=training | {"model": "mine"}, repo="me/name",
+                             config=config | {"base_model_name_or_path": f"{tmp_path}/mine"})
+    card = ModelCard(model_card.render(facts))
+    assert "for a local model that is not on the Hub (folder `mine`), trained" in " ".join(card.text.split())
+    assert str(tmp_path) not in card.text and card.data.base_model is None
+    qwen = facts.training | {"model": "Qwen/Qwen3-4B", "recipe": "deepcoder", "tool_call_parser": "hermes"}
+    card = ModelCard(model_card.render(dataclasses.replace(facts, training=qwen)))
+    assert card.data.base_model == "Qwen/Qwen3-4B" and card.data.license is None and "lfm" not in str(card)
+    assert "--tool-call-parser hermes" in card.text and "competitive-programming" in card.text
 
 
 def test_a_card_without_results_claims_nothing(run, tmp_path):
