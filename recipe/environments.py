@@ -114,9 +114,11 @@ def ask(process: Process, quick: bool) -> Facts:
     names = sorted({*process.expected(), *process.also})
     code = "import json, sys; from recipe.environments import look; print(json.dumps(look(*json.loads(sys.argv[1]))))"
     try:
+        # What the caller has on PYTHONPATH the processes have too (ENVIRONMENTS=present: packages in a folder).
+        path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [process.python, "-c", code, json.dumps([names, [] if quick else process.modules])], cwd=REPO, text=True,
-            capture_output=True, env=os.environ | {"PYTHONPATH": str(REPO), "TRL_EXPERIMENTAL_SILENCE": "1"})
+            capture_output=True, env=os.environ | {"PYTHONPATH": path, "TRL_EXPERIMENTAL_SILENCE": "1"})
         return json.loads(done.stdout.splitlines()[-1])
     except (OSError, IndexError, ValueError) as err:
         said = str(err) if isinstance(err, OSError) else done.stderr.strip()[-500:]

@@ -19,5 +19,5 @@ def free_port() -> int:
 
 
 def serve(model: Path, mode: str, name: str, **settings: str) -> Server:
-    few = {"MAX_MODEL_LEN": "4096", "GPU_MEMORY_UTILIZATION": "0.15", "GPUS": "1"}
+    few = {"MAX_MODEL_LEN": "4096", "MAX_OUTPUT_TOKENS": "256", "GPU_MEMORY_UTILIZATION": "0.15", "GPUS": "1"}
     return Server(model, free_port(), LOGS / f"{name}.log", mode, **(few | settings))

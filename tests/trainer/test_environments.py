@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -111,6 +112,14 @@ def test_environments_that_are_there_already_are_taken_as_they_are(image):
     assert done.returncode == 0 and "differs: vllm is 0.26.0, expected 0.31.0" in done.stdout, done.stdout
     image["env"].python.unlink()
     assert report(image, ENVIRONMENTS="present").returncode == 69, "an interpreter that does not run is no version"
+
+
+def test_packages_in_a_folder_of_pythonpath_are_found(image, tmp_path):
+    """vLLM and the rest, unpacked into a folder, as serve_policy.sh and the trainer find them too."""
+    (image["trainer"].packages / "image.pth").unlink()
+    shutil.copytree(image["policy"].packages, tmp_path / "unpacked")
+    done = report(image, "--only", "trainer", ENVIRONMENTS="present", PYTHONPATH=str(tmp_path / "unpacked"))
+    assert "torch 2.13.0, vllm 0.31.0" in done.stdout, done.stdout
 
 
 def test_what_is_not_there_at_all(image):
