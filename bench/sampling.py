@@ -28,7 +28,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "prefix": {"PREFIX_CACHING": "1"},
     "one-gpu-share": {"GPUS": "1"},
     "raw-logprobs": {"VLLM_FLAGS": "--logprobs-mode raw_logprobs"},
-    "no-chunked-prefill": {"VLLM_FLAGS": "--no-enable-chunked-prefill"},
+    # a prompt in one piece must fit into a step
+    "no-chunked-prefill": {"VLLM_FLAGS": "--no-enable-chunked-prefill --max-num-batched-tokens 40960"},
     "no-async": {"VLLM_FLAGS": "--no-async-scheduling"},
 }
 

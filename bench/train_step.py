@@ -1,7 +1,7 @@
 """A training step: forward, backward and AdamW of one group of 8 rollouts of about 12k tokens.
 
     python3 -m bench.train_step                                  each attention backend that runs here
-    … --backends varlen --rollouts 8 --tokens 12288 --rows packed,single --isolation on,off --compare-checkpointing
+    … --backends varlen --rollouts 8 --tokens 12288 --rows packed,single --isolation on,off --no-checkpointing
 
 The model is LFM2.5-2.6B's shape with random weights in bf16, LoRA r=32 in fp32, gradient checkpointing, TRL's fused LM
 head on the trained 40% of the tokens: what recipe/group_trainer.py runs, without rollouts. `packed` is one row for the

@@ -2,11 +2,15 @@
 
     python3 -m bench.weight_sync --gpus 1                       CUDA IPC
     python3 -m bench.weight_sync --gpus 2 --ways auto,stock     one NCCL broadcast beside TRL's own NCCL client
+    … --keep-cache                                              requests in flight keep what is computed of them
     … --kill                                                    then kills the engine in the middle of a sync
 
 A random model of LFM2.5-2.6B's shape with a LoRA of rank 32, moved a little before each sync, against a vLLM that
 serve_policy.sh started, while a request is streamed. After the last sync of our own ways the engine's parameters are
 compared bit by bit (two exact sums each) with the merged weights. Seconds in the JSON, milliseconds in the table.
+vLLM computes a request in flight anew after a pause, prompt and what it has sampled, by the new weights; so the gap has
+this prefill in it, and `context` tells how many tokens that were. --keep-cache leaves it out, for comparison: what is
+sampled then comes from the new weights on keys and values of the old ones.
 Limits: on one GPU bytes are read once and written once at the card's copy rate; between two they cross NVLink, 450 GB/s
 each way on an H200 (datasheet). The stock way is TRL 1.15.0's: pause, merge in place, send, unmerge, resume.
 """
@@ -28,10 +32,14 @@ PARTS = ("pack", "flat_receive", "stage", "merge", "pause", "flat_apply", "send"
 
 
 class InFlight:
-    """Requests that are streamed one after the other; `gap(a, b)` is the longest silence that touches [a, b]."""
+    """Requests that are streamed one after the other; `gap(a, b)` is the longest silence that touches [a, b], and
+    `context` the tokens of the request by now."""
+
+    PROMPT = list(range(100, 612))
 
     def __init__(self, url: str, model: str, max_tokens: int = 16_384):
         self.times: list[float] = []
+        self.begins = 0  # chunks that came before this request's
         self.stop = False
         self.failed: list[Exception] = []
         self.thread = threading.Thread(target=self._run, args=(url, model, max_tokens), daemon=True)
@@ -40,12 +48,17 @@ class InFlight:
     def _run(self, url: str, model: str, max_tokens: int) -> None:
         try:
             while not self.stop:
-                for now in stream_tokens(url, model, list(range(100, 612)), max_tokens):
+                self.begins = len(self.times)
+                for now in stream_tokens(url, model, self.PROMPT, max_tokens):
                     self.times.append(now)
                     if self.stop:
                         return
         except Exception as err:  # noqa: BLE001 - the engine is killed on purpose at the end
             self.failed.append(err)
+
+    @property
+    def context(self) -> int:
+        return len(self.PROMPT) + len(self.times) - self.begins
 
     def gap(self, begin: float, end: float) -> float:
         near = [t for t in self.times if begin - 0.5 <= t <= end + 0.5]
@@ -119,10 +132,12 @@ def stock(model: Any, transfer: Any) -> dict[str, float]:
 
 def stock_transfer(model: Any, url: str, timeout: int) -> Any:
     """TRL's client, with the manifest that its trainer makes."""
+    from accelerate import PartialState
     from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
     from trl.experimental.async_grpo.vllm_client import VLLMClient
     from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
+    PartialState()  # the client's logger refuses to work without it
     manifest = [(name, str(p.dtype).split(".")[-1], list(p.shape)) for name, p in _iter_vllm_named_params(model)]
     names, dtypes, shapes = map(list, zip(*manifest, strict=True))
     return WeightTransferClient(VLLMClient(url, 600.0),
@@ -159,7 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--ways", default="auto", help="auto, stock or both with a comma; ours first")
     options.add_argument("--syncs", type=int, default=20)
     options.add_argument("--timeout", type=int, default=45, help="WEIGHT_SYNC_TIMEOUT")
-    options.add_argument("--kill", action="store_true", help="at the end, kill the engine during a sync")
+    options.add_argument("--keep-cache", action="store_true", help="pause without dropping keys and values (ours only)")
+    options.add_argument("--kill", action="store_true", help="at the end, kill the engine during a sync of ours")
     options.add_argument("--port", type=int, default=8401)
     args = options.parse_args(argv)
     require_gpu(args.gpus)
@@ -170,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     make_model(args.model)
     limits = card_limits()
     torch.cuda.empty_cache()
-    rows, details, checks = [], {}, {}
+    rows, details, checks, mine = [], {}, {}, None
     settings = {"GPUS": str(args.gpus), "MAX_MODEL_LEN": "32768", "POLICY_GPU": "1" if args.gpus == 2 else "0"}
     with Server(args.model, args.port, Path("/tmp/bench-weight-sync.log"), **settings) as server:
         model = load_policy(args.model)
@@ -180,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
         for way in args.ways.split(","):
             transfer = (stock_transfer(model, server.url, args.timeout) if way == "stock"
                         else flat_transfer(server.url, False, args.timeout))
+            if way != "stock":
+                mine, transfer.clear_cache = transfer, not args.keep_cache
             began = time.monotonic()
             transfer.init_weight_transfer()
             once = stock if way == "stock" else ours
@@ -188,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
             for _ in range(args.syncs):
                 nudge(model)
                 time.sleep(0.5)
-                found.append(once(model, transfer))
+                context = flight.context
+                found.append(once(model, transfer) | {"context": context})
             time.sleep(0.7)
             for sync in found:
                 sync["gap"] = flight.gap(sync["began"], sync["ended"])
@@ -201,19 +220,20 @@ def main(argv: list[str] | None = None) -> int:
                     row[f"{part} ms"] = round(middle * 1000, 1)
                     if part in ("paused", "gap"):
                         row[f"{part} max ms"] = round(most * 1000, 1)
-            row |= {"first s": round(first, 2), "GB": round(nbytes / 1e9, 2), "limit ms": round(floor * 1000, 1)}
+            row |= {"context": round(spread([sync["context"] for sync in steady])[0]), "first s": round(first, 2),
+                    "GB": round(nbytes / 1e9, 2), "limit ms": round(floor * 1000, 1)}
             rows.append(row)
             details[name] = found
             if way != "stock":
                 checks[name] = {"engine's parameters that differ": wrong_parameters(model, transfer),
                                 "second and later syncs by": steady[0]["way"]}
-        if args.kill and args.ways.split(",")[-1] != "stock":
+        if args.kill and mine:
             timer = threading.Timer(0.02, server.kill)
             began = time.monotonic()
             timer.start()
             try:
                 for _ in range(100):
-                    ours(model, transfer)
+                    ours(model, mine)
                 checks["killed"] = "nothing was noticed"
             except Exception as err:  # noqa: BLE001 - what it is, is the result
                 checks["killed"] = {"seconds to the error": round(time.monotonic() - began, 2),

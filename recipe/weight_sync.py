@@ -97,15 +97,18 @@ class HttpPhases:
     """What every transfer shares: the phases that are calls to the policy server, and how they fail.
 
     `timings` holds the seconds of the last sync by part. Every method raises WeightSyncError with the server's answer
-    when a phase does not succeed within `timeout` seconds.
+    when a phase does not succeed within `timeout` seconds. With `clear_cache`, TRL's way, vLLM computes requests in
+    flight anew by the new weights; without it (benchmarks), they go on with keys and values of the old ones.
     """
+
+    clear_cache = True
 
     def __init__(self, server_url: str, timeout: float):
         self.server_url, self.timeout = server_url.rstrip("/"), timeout
         self.timings: dict[str, float] = {}
 
     def pause(self) -> None:
-        self._call("POST", "/pause", params={"mode": "keep"})
+        self._call("POST", "/pause", params={"mode": "keep"} | ({} if self.clear_cache else {"clear_cache": "false"}))
 
     def resume(self) -> None:
         self._call("POST", "/resume")

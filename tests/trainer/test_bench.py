@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lfm2_small import small_model
 from test_weight_sync import adapted
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.common import table
 from bench.loop import figures
 from bench.model import make_config
+from bench.train_step import TRAINED, flops
 from bench.weight_sync import InFlight, wrong_parameters
 from recipe.vllm_weights import checksum
 from recipe.weight_sync import merged_parameters
@@ -22,6 +25,29 @@ def test_the_shape_is_that_of_lfm2_5_2_6b():
 
         assert sum(p.numel() for p in Lfm2ForCausalLM(config).parameters()) == 2_556_677_376
     assert {"conv_dim", "block_dim", "block_multiple_of"} <= config.to_dict().keys(), "vLLM reads these"
+
+
+def test_flops_are_those_that_pytorch_counts():
+    """PyTorch counts the whole square of attention, of which causal kernels compute half, the head on every token, and
+    the convolutions, three multiplications a channel, which are left out here."""
+    model = small_model().requires_grad_(False)
+    model.set_attn_implementation("eager")
+    config, length = model.config, 96
+    inputs = torch.randn(1, length, config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(inputs_embeds=inputs, use_cache=False).logits.sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    head = 2 * config.vocab_size * config.hidden_size * length * (1 - TRAINED)
+    square = config.layer_types.count("full_attention") * 2 * config.hidden_size * length**2
+
+    def counted(counter: FlopCounterMode) -> float:
+        return sum(n for op, n in counter.get_flop_counts()["Global"].items() if "conv" not in str(op))
+
+    ours, back = flops(model, [length])
+    assert counted(forward) == pytest.approx(ours + square + head, rel=1e-3)
+    # eager attention keeps its matrices: its backward is twice the forward, flash computes one product again
+    assert counted(backward) == pytest.approx(back + (2 * 2 - 2.5) * square + head, rel=1e-3)
 
 
 def test_gap_is_the_longest_silence_that_touches_the_sync():
