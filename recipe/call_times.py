@@ -3,13 +3,14 @@ result.
 
 The trainer compares the times with those of its weight syncs (recipe/sync_log.py). An agent makes its first call
 seconds after its rollout was started, so the start says little about the weights that its tokens were sampled from.
-All times are Unix seconds of this machine, on which the trainer and the engine run too. The last answer's status tells
-an agent that ran out of time from one whose model went away (recipe/lost_model.py).
+All times are Unix seconds of this machine; `our_clock` makes the trainer's of them, which may run on another one. The
+last answer's status tells an agent that ran out of time from one whose model went away (recipe/lost_model.py).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ MODEL_SECONDS = "model_seconds"
 LAST_STATUS = "last_model_status"
 UNDER_WAY = "model_calls_under_way"
 FAILED = "failed_model_calls"
+# ... and when the request for the rollout came and its result went, by which clocks of two machines are compared
+CAME, WENT = "rollout_came", "rollout_went"
 OWN_FAULT = (400, 413, 422)  # the proxy passes these on: a prompt that is too long, for instance
 
 
@@ -84,6 +87,21 @@ class CallTimes:
                     calls.busy += calls.last - calls.since
 
         return noted
+
+
+def our_clock(times: Mapping[str, float], asked: float, received: float) -> tuple[float, float] | None:
+    """First and last model call of a result's `times` in the clock of its caller, who asked for the rollout at `asked`
+    and had the result at `received`; None for a rollout without a call.
+
+    A request comes after it was sent, and a result before it is received. Where that does not hold the clocks differ,
+    by something between two bounds: the first call is then as early and the last as late as they allow, so that a
+    rollout is taken for staler than it was, never for fresher.
+    """
+    if FIRST_CALL not in times:
+        return None
+    first, last = times[FIRST_CALL], times[LAST_CALL]
+    least, most = times[WENT] - received, times[CAME] - asked  # that the other clock can be ahead
+    return (first, last) if least <= 0 <= most else (first - most, last - least)
 
 
 def failed(status: float) -> bool:

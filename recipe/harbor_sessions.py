@@ -28,7 +28,7 @@ from openenv.harbor.client import HarborEnv
 from openenv.harbor.contract import to_training_trace
 from openenv.harbor.models import HarborRolloutResult, HarborTaskRef
 
-from recipe.call_times import FIRST_CALL, LAST_CALL
+from recipe.call_times import our_clock
 from recipe.config import Settings
 from recipe.grading import AGENT_TIMEOUT, EvalRollout, count_tool_calls, eval_outcome, problem_of
 from recipe.turn_selection import tool_turns
@@ -79,6 +79,7 @@ class HarborSession(ResourceSession):
         self._factory, self._index, self._prompt = factory, index, prompt
         self._client: HarborEnv | None = None
         self._ended = threading.Event()
+        self._asked = self._received = 0.0  # Unix seconds
         self._closed = False
         self._lock = threading.Lock()
         self.result: HarborRolloutResult | None = None
@@ -115,11 +116,13 @@ class HarborSession(ResourceSession):
         outcome: list[Any] = []
 
         def call() -> None:
+            self._asked = time.time()
             try:
                 outcome.append(self._factory.rollout(self._client, self._index))
             except BaseException as err:  # noqa: BLE001 - handed to the waiting thread
                 outcome.append(err)
             finally:
+                self._received = time.time()
                 self._ended.set()
 
         with self._lock:
@@ -150,9 +153,9 @@ class HarborSession(ResourceSession):
 
     @property
     def call_times(self) -> tuple[float, float] | None:
-        """Arrival of the first model call and end of the last one at the capture proxy, in Unix seconds."""
-        times = self.result.phase_timings if self.result else {}
-        return (times[FIRST_CALL], times[LAST_CALL]) if FIRST_CALL in times else None
+        """Arrival of the first model call and end of the last one at the capture proxy, in Unix seconds of this
+        machine."""
+        return our_clock(self.result.phase_timings, self._asked, self._received) if self.result else None
 
     @property
     def record(self) -> dict[str, Any]:

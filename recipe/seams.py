@@ -21,6 +21,7 @@ import asyncio
 import dataclasses
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from recipe import opencode_binary, trial_files
-from recipe.call_times import CallTimes
+from recipe.call_times import CAME, WENT, CallTimes
 from recipe.config import Settings
 from recipe.gate import Gate
 from recipe.lost_model import MODEL_LOST, agent_error, answers, lost_model
@@ -198,6 +199,7 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, kee
             if on_session_created is not None:
                 on_session_created(session_id)
 
+        came = time.time()
         if gate:
             await gate.passed()
         times: dict[str, float] = {}
@@ -206,7 +208,6 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, kee
         finally:  # also when the rollout's client leaves
             for session_id in sessions:
                 times = calls.end(session_id)
-        result.phase_timings |= times
         if result.trial_name:
             trial = Path(arguments["trials_dir"]) / result.trial_name
             if why := await asyncio.to_thread(lost_model, result, times, trial, engine_lives):
@@ -215,6 +216,8 @@ def observed_rollout(stock: Callable[..., Awaitable[Any]], calls: CallTimes, kee
                 result.error = why
             if keep_trials == "lean":
                 await asyncio.to_thread(trial_files.prune, trial)
+        if times:
+            result.phase_timings |= times | {CAME: came, WENT: time.time()}
         return result
 
     return run_rollout

@@ -8,7 +8,17 @@ import time
 import pytest
 from openenv.harbor.models import HarborRolloutResult
 
-from recipe.call_times import FIRST_CALL, LAST_CALL, LAST_STATUS, MODEL_SECONDS, UNDER_WAY, CallTimes
+from recipe.call_times import (
+    CAME,
+    FIRST_CALL,
+    LAST_CALL,
+    LAST_STATUS,
+    MODEL_SECONDS,
+    UNDER_WAY,
+    WENT,
+    CallTimes,
+    our_clock,
+)
 from recipe.seams import observed_rollout
 
 
@@ -94,11 +104,24 @@ def test_result_carries_the_times_and_the_caller_keeps_its_callback():
             return HarborRolloutResult(task_id=task_dir)
 
         rollout = observed_rollout(stock, calls, "full")
-        return await rollout(task_dir="t", on_session_created=told.append), told
+        asked = time.time()
+        return asked, await rollout(task_dir="t", on_session_created=told.append), told, time.time()
 
-    result, told = asyncio.run(run())
+    asked, result, told, received = asyncio.run(run())
+    times = result.phase_timings
+    assert asked <= times[CAME] < times[FIRST_CALL] < times[LAST_CALL] <= times[WENT] <= received
     assert told == ["s1"] and result.task_id == "t"
     assert 0.02 <= result.phase_timings[LAST_CALL] - result.phase_timings[FIRST_CALL] < 60
+
+
+@pytest.mark.parametrize("ahead", [-300.0, -3.0, 0.0, 3.0, 300.0])
+def test_times_of_a_machine_whose_clock_differs(ahead):
+    """Asked at 100, on the way until 100.5; calls from 110 to 120; done at 125 and received at 125.2."""
+    there = {CAME: 100.5, FIRST_CALL: 110.0, LAST_CALL: 120.0, WENT: 125.0}
+    first, last = our_clock({name: value + ahead for name, value in there.items()}, 100.0, 125.2)
+    assert 109.5 - 1e-6 <= first <= 110 + 1e-6 and 120 - 1e-6 <= last <= 120.2 + 1e-6, "never taken for fresher"
+    assert (first, last) == (110.0, 120.0) or ahead
+    assert our_clock({}, 100.0, 125.2) is None
 
 
 @pytest.mark.parametrize("sessions", [["s1"], []])
