@@ -125,7 +125,8 @@ class GroupGRPOTrainer(ExactCursor):
             if health[name] is not None:
                 sink[f"health/{name}"].append(float(health[name]))
         for age, of_age in health["by_staleness"].items():
-            sink[f"health/ratio_mean_stale_{age}"].append(of_age["ratio_mean"])
+            for name in ("ratio_mean", "ratio_min", "ratio_max", "clipped"):
+                sink[f"health/{name}_stale_{age}"].append(of_age[name])
         for reason, count in self._rollout_dataset.skipped.items() if self._rollout_dataset else ():
             sink[f"health/skipped_{reason.replace(' ', '_')}"].append(float(count))
 

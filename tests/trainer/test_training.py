@@ -31,6 +31,7 @@ from recipe.rollout_worker import RolloutLoop
 from recipe.weight_sync import merged_parameters
 
 REPO = Path(__file__).parents[2]
+RATIO = ("ratio_mean", "ratio_min", "ratio_max", "clipped")
 # Group 0 forks and has an ungraded rollout, group 1 cannot run at all. Group 2 is started before group 0 is trained
 # and calls the model after that (the start weights are the first sync). Two rollouts of group 3 span the third sync.
 FATES = {0: ["forks", "runs", "ungraded", "runs"], 1: ["fails"], 2: ["boots 2"], 3: ["runs", "spans 3"]}
@@ -109,6 +110,9 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     assert first[0]["fresh_rows"] == 4 and first[0]["staleness_max"] == 0
     # ... also when they were started under older weights: what counts is when the model was called
     assert first[1]["fresh_rows"] == 4 and first[1]["staleness_max"] == 0
+    for step, age in ((first[0], 0), (first[2], 1)):  # also on the dashboard, by age
+        dashboard = {name: step["trl"][f"health/{name}_stale_{age}"] for name in RATIO}
+        assert dashboard == pytest.approx({name: step["by_staleness"][str(age)][name] for name in RATIO})
     assert first[2]["fresh_rows"] == 0 and [row["staleness"] for row in first[2]["group_rows"]] == [1] * 4
 
     # the engine got the start weights and one sync a step, each base + scaling * B @ A
