@@ -1,7 +1,7 @@
 """A training step: forward, backward and AdamW of one group of 8 rollouts of about 12k tokens.
 
     python3 -m bench.train_step                                  each attention backend that runs here
-    … --backends varlen --rollouts 8 --tokens 12288 --rows packed,single --isolation on,off --no-checkpointing
+    … --backends varlen --rollouts 8 --tokens 12288 --rows packed,single --isolation on,off --adapter-input cast,plain
 
 The model is LFM2.5-2.6B's shape with random weights in bf16, LoRA r=32 in fp32, gradient checkpointing, TRL's fused LM
 head on the trained 40% of the tokens: what recipe/group_trainer.py runs, without rollouts. `packed` is one row for the
@@ -14,6 +14,9 @@ FLOPs are counted here, in multiplications and additions (2 a weight and token):
                  frozen, so no gradients of its weights; those of the adapter are below 2%
     recomputed   with checkpointing the forward once more; it is work, not progress
 `useful` is forward + backward over the measured bf16 rate of the card, `busy` has the recomputation too.
+
+--adapter-input plain hands the adapter its bf16 input as it is. PEFT makes an fp32 copy of it first (`cast`), which
+autocast makes bf16 again: the same numbers, and two more passes over every activation that an adapter reads.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from recipe.config import Settings
 TRAINED = 0.4  # share of the tokens that the policy sampled
 
 
-def load(folder: Path, backend: str, isolated: bool, checkpointing: bool) -> Any:
+def load(folder: Path, backend: str, isolated: bool, checkpointing: bool, plain: bool = False) -> Any:
     import torch
     from peft import get_peft_model
     from trl.trainer.utils import add_fused_lm_head, create_model_from_path
@@ -43,12 +46,23 @@ def load(folder: Path, backend: str, isolated: bool, checkpointing: bool) -> Any
                                    attn_implementation=attention.NAMES[backend]).cuda()
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     model = get_peft_model(model, lfm2.lora_config(Settings.load({"MODEL": str(folder)})))
+    if plain:
+        plain_inputs(model)
     if isolated:
         short_conv.isolate(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     return model.train()
+
+
+def plain_inputs(model: Any) -> None:
+    """No fp32 copy of what the adapters of `model` read; from then on it runs under autocast alone."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
 
 
 def rows_of(lengths: list[int], packed: bool, vocabulary: int) -> list[dict[str, Any]]:
@@ -119,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--tokens", type=int, default=12_288, help="of a rollout, on average")
     options.add_argument("--rows", default="packed,single", help="packed, single or both")
     options.add_argument("--isolation", default="on,off", help="on, off or both (off on packed rows only)")
+    options.add_argument("--adapter-input", default="cast", help="cast, plain or both")
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--no-checkpointing", action="store_true", help="also without gradient checkpointing")
     options.add_argument("--profile", type=Path, help="write the kernels of one step, by time, to this file")
@@ -136,24 +151,26 @@ def main(argv: list[str] | None = None) -> int:
     spreaded = torch.linspace(0.6, 1.4, args.rollouts) if args.rollouts > 1 else torch.ones(1)
     lengths = [int(args.tokens * factor) for factor in spreaded.tolist()]
     rows, skipped = [], {}
-    cases = [(backend, kind, isolation, checkpointing)
+    cases = [(backend, kind, isolation, source, checkpointing)
              for backend in args.backends.split(",") for kind in args.rows.split(",")
              for isolation in args.isolation.split(",") if kind == "packed" or isolation == "on"
+             for source in args.adapter_input.split(",")
              for checkpointing in ((True, False) if args.no_checkpointing else (True,))]
-    for backend, kind, isolation, checkpointing in cases:
+    for backend, kind, isolation, source, checkpointing in cases:
         why = unavailable(backend, "bfloat16")
         if why:
             skipped[backend] = why
             continue
-        name = f"{backend}, {kind}, isolation {isolation}{'' if checkpointing else ', no checkpointing'}"
+        name = (f"{backend}, {kind}, isolation {isolation}, adapter input {source}"
+                f"{'' if checkpointing else ', no checkpointing'}")
         try:
-            model = load(args.model, backend, isolation == "on", checkpointing)
+            model = load(args.model, backend, isolation == "on", checkpointing, source == "plain")
             found, peak = measure(model, rows_of(lengths, kind == "packed", model.config.vocab_size), args.steps)
             forward, backward = flops(model, lengths)
             seconds = {part: spread([f[part] for f in found])[0] for part in found[0]}
             both = seconds["forward"] + seconds["backward"]
             rate = limits["bf16_flops"]
-            rows.append({"attention": backend, "rows": kind, "isolation": isolation,
+            rows.append({"attention": backend, "rows": kind, "isolation": isolation, "adapter input": source,
                          "checkpointing": "on" if checkpointing else "off",
                          "step s": round(both + seconds["optimizer"], 3), "forward s": round(seconds["forward"], 3),
                          "backward s": round(seconds["backward"], 3), "optimizer s": round(seconds["optimizer"], 4),

@@ -17,6 +17,7 @@ each way on an H200 (datasheet). The stock way is TRL 1.15.0's: pause, merge in 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -187,7 +188,8 @@ def main(argv: list[str] | None = None) -> int:
     limits = card_limits()
     torch.cuda.empty_cache()
     rows, details, checks, mine = [], {}, {}, None
-    settings = {"GPUS": str(args.gpus), "MAX_MODEL_LEN": "32768", "POLICY_GPU": "1" if args.gpus == 2 else "0"}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1"
+    settings = {"GPUS": str(args.gpus), "MAX_MODEL_LEN": "32768", "POLICY_GPU": seen.split(",")[args.gpus - 1]}
     with Server(args.model, args.port, Path("/tmp/bench-weight-sync.log"), **settings) as server:
         model = load_policy(args.model)
         nbytes = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if "lora_" not in n)

@@ -58,6 +58,5 @@ def _on_dead_engine(request: Request, error: EngineDead) -> JSONResponse:
 def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(404, lambda request, error: error_response("Not Found", "Not Found", 404))
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(EngineDead, _on_dead_engine)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.common import table
 from bench.loop import figures
 from bench.model import make_config
-from bench.train_step import TRAINED, flops
+from bench.train_step import TRAINED, flops, plain_inputs
 from bench.weight_sync import InFlight, wrong_parameters
 from recipe.vllm_weights import checksum
 from recipe.weight_sync import merged_parameters
@@ -48,6 +48,24 @@ def test_flops_are_those_that_pytorch_counts():
     assert counted(forward) == pytest.approx(ours + square + head, rel=1e-3)
     # eager attention keeps its matrices: its backward is twice the forward, flash computes one product again
     assert counted(backward) == pytest.approx(back + (2 * 2 - 2.5) * square + head, rel=1e-3)
+
+
+def test_adapters_compute_the_same_without_an_fp32_copy_of_their_input():
+    model, _ = adapted(torch.bfloat16)
+    ids = torch.arange(8, 40)[None]
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids, use_cache=False).logits
+        logits.float().square().mean().backward()
+        return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
+
+    copied = run()
+    plain_inputs(model)
+    assert all(torch.equal(a, b) for a, b in zip(copied, run(), strict=True))
+    with pytest.raises(RuntimeError, match="dtype"):  # without autocast nobody casts any more
+        model(input_ids=ids, use_cache=False)
 
 
 def test_gap_is_the_longest_silence_that_touches_the_sync():
