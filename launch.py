@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipe import sandbox_costs, sandbox_keys
+from recipe.checks import almost
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
@@ -146,15 +147,20 @@ def plan(args: argparse.Namespace) -> Job:
         if pair.partition("=")[0] in ("ADAPTER_REPO", "PRESET"):
             raise SettingsError(f"--env {pair}: a job has --adapter-repo and the job preset; leave it out.")
         name, equals, value = pair.partition("=")
-        if not equals or name not in {f.metadata["env"] for f in Settings.__dataclass_fields__.values()}:
-            raise SettingsError(f"--env {pair}: must be NAME=VALUE with a setting of this recipe; "
-                                "`python3 -m recipe.config table` lists them.")
+        known = Settings().environ()
+        if not equals or name not in known:
+            meant = almost(name, known)
+            raise SettingsError(f"--env {pair}: must be NAME=VALUE with a setting of this recipe"
+                                f"{f' (is {meant} meant?)' if meant else ''}; `python3 -m recipe.config table` lists "
+                                "them.")
         env[name] = value
     env.setdefault("MAX_STEPS", "1000")
     code = args.code_repo or f"{args.adapter_repo.split('/')[0]}/lfm-opencode-lora-rl-code"
     if env.get("SANDBOX", "hf-sandbox") == "hf-sandbox":  # else they would be the token's owner's, also under an org
         env.setdefault("SANDBOX_NAMESPACE", code.split("/")[0])
     settings = Settings.load(env, preset="job")
+    if Path(settings.model).is_dir():
+        raise SettingsError(f"MODEL={settings.model}: a job does not see the folders of this machine: name a Hub id.")
     one_gpu = args.kind == "train" and settings.gpus == 1
     flavor = args.flavor or ("h200" if one_gpu else kind.flavor)
     hours = kind.hours if args.hours is None else args.hours

@@ -158,6 +158,23 @@ env_lock() {
   echo "$lock"
 }
 
+# find_cache: CACHE_PATH, a folder that can be written.
+find_cache() {
+  CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH) || exit 64
+  { mkdir -p "$CACHE_PATH" && [[ -w $CACHE_PATH ]]; } 2>/dev/null ||
+    setup_fail "$CACHE_PATH cannot be made or written: set CACHE_DIR to a folder that can" 64
+}
+
+# check_given: what the caller named is there.
+check_given() {
+  local name
+  for name in TRAINER_PYTHON ENV_PYTHON OPENCODE_BIN; do
+    [[ -z ${!name:-} ]] || command -v "${!name}" >/dev/null ||
+      setup_fail "$name=${!name} is no program of this machine: correct it, or unset it and set-up makes its own" 64
+  done
+  installer >/dev/null
+}
+
 # setup_all: everything; needs the settings in the environment or takes them from PRESET.
 setup_all() {
   local exported
@@ -166,27 +183,29 @@ setup_all() {
   if [[ $ENGINE == vllm && -z ${SETUP_ENV_ONLY:-} ]] && ! command -v vllm >/dev/null && ! vllm_is_module; then
     setup_fail "there is no vLLM here, neither a command nor a module of python3: run in the image vllm/vllm-openai:v0.31.0, install vLLM and set ENVIRONMENTS=present, or run the small job that needs none with --local"
   fi
-  CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
-  mkdir -p "$CACHE_PATH"
+  check_given
+  find_cache
   if [[ $ENVIRONMENTS == present ]]; then
     : "${TRAINER_PYTHON:=$(command -v python3)}" "${ENV_PYTHON:=$TRAINER_PYTHON}" "${OPENCODE_BIN:=$(command -v opencode || true)}"
     [[ -n $OPENCODE_BIN ]] || setup_fail "ENVIRONMENTS=present, but there is no opencode on PATH: set OPENCODE_BIN" 64
   fi
-  local trainer_base env_base made
+  local trainer_base='' env_base made
+  if [[ -z ${TRAINER_PYTHON:-} && -z ${SETUP_ENV_ONLY:-} ]]; then
+    # In the job image vLLM, torch and transformers are those of python3, and stay untouched.
+    if [[ $ENGINE == vllm ]]; then trainer_base=python3; fi
+    trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-$trainer_base}") || exit 69
+  fi
+  if [[ -z ${ENV_PYTHON:-} ]]; then env_base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69; fi
   made=$(mktemp -d)
   # Side by side: each is bound by one core of pip and by the network. An absent result file means that one failed.
   if [[ -z ${ENV_PYTHON:-} ]]; then
-    env_base=$(find_python env 12 "${ENV_BASE_PYTHON:-}") || exit 69
     (make_env env-server "$env_base" "$(env_lock "$SANDBOX")" >"$made/env.tmp" && mv "$made/env.tmp" "$made/env") &
   fi
-  if [[ -z ${TRAINER_PYTHON:-} && -z ${SETUP_ENV_ONLY:-} ]]; then
+  if [[ -n $trainer_base ]]; then
     if [[ $ENGINE == vllm ]]; then
-      # The job image: vLLM, torch and transformers are there already and stay untouched.
-      trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-python3}") || exit 69
       TRAINER_PYTHON=$(make_env trainer-job "$trainer_base" "$REPO/requirements/trainer-job.txt" \
         --system-site-packages) || exit 69
     else
-      trainer_base=$(find_python trainer 11 "${TRAINER_BASE_PYTHON:-}") || exit 69
       TRAINER_PYTHON=$(make_env trainer "$trainer_base" "$REPO/requirements/trainer.txt") || exit 69
     fi
   fi
@@ -215,8 +234,7 @@ setup_all() {
 # setup_launcher: prints the interpreter that launch.py runs in.
 setup_launcher() {
   local base
-  CACHE_PATH=$(cd "$REPO" && python3 -m recipe.config get CACHE_PATH)
-  mkdir -p "$CACHE_PATH"
+  find_cache
   base=$(find_python launcher 11 "${LAUNCHER_BASE_PYTHON:-}") || exit 69
   make_env launcher "$base" "$REPO/requirements/launcher.txt"
 }

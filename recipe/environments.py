@@ -31,6 +31,7 @@ from recipe.config import REPO, Settings
 from recipe.exits import EXIT_UNAVAILABLE, Parser
 
 IMAGE = "vllm/vllm-openai:v0.31.0"
+NO_PYTHON = "does not run"  # in place of a version
 Facts = dict[str, Any]  # {"python", "prefix", "packages": {name: [version or None, folder]}, "failed": {module: error}}
 
 
@@ -122,7 +123,7 @@ def ask(process: Process, quick: bool) -> Facts:
         return json.loads(done.stdout.splitlines()[-1])
     except (OSError, IndexError, ValueError) as err:
         said = str(err) if isinstance(err, OSError) else done.stderr.strip()[-500:]
-        return {"python": "does not run", "prefix": process.python, "failed": {process.name: said},
+        return {"python": NO_PYTHON, "prefix": process.python, "failed": {process.name: said},
                 "packages": {name: [None, ""] for name in names}}
 
 
@@ -139,6 +140,8 @@ def public(version: str | None) -> str | None:
 
 def problems(process: Process, facts: Facts, policy: Facts | None = None) -> list[str]:
     """One sentence for each thing that is not as it has to be. `policy`: the facts of the policy server's Python."""
+    if facts["python"] == NO_PYTHON:
+        return [f"{process.python} {NO_PYTHON}: {facts['failed'][process.name]}"]
     found = [f"{name} is {facts['packages'][name][0] or 'missing'}, expected {version}"
              for name, version in process.expected().items() if public(facts["packages"][name][0]) != version]
     found += [f"import {module} fails with {error}" for module, error in facts["failed"].items()]

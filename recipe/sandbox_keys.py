@@ -33,7 +33,8 @@ def check(sandbox: str, environ: Mapping[str, str]) -> None:
         home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
         if Path(environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")).expanduser().is_file():
             return
-    raise SettingsError(f"SANDBOX={sandbox} needs {name}: set it ({source}), or choose another SANDBOX.")
+    raise SettingsError(f"SANDBOX={sandbox} needs {name}: set it ({source}), or choose another SANDBOX; --local needs "
+                        "none.")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -123,7 +123,9 @@ def test_a_foreign_adapter_repository_is_refused(world, launcher, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--env", "MAX_STEP=3"], "must be NAME=VALUE with a setting"),
+    (["--env", "MAX_STEP=3"], "must be NAME=VALUE with a setting of this recipe (is MAX_STEPS meant?); "),
+    (["--env", "X=3"], "must be NAME=VALUE with a setting of this recipe; "),
+    (["--env", f"MODEL={REPO}/tiny/model"], "a job does not see the folders of this machine"),
     (["--env", "LORA_R=many"], "LORA_R='many': must be a whole number"),
     (["--hours", "10"], "1000 steps may take 25.2 h"),
     (["--max-price", "100"], "--max-price allows $100"),

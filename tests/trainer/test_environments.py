@@ -129,6 +129,7 @@ def test_what_is_not_there_at_all(image):
     assert done.returncode == 69
     assert "vllm is missing, expected 0.31.0" in done.stdout and "set ENGINE=cpu" in done.stdout
     assert "env server: Python does not run" in done.stdout and "No such file" in done.stdout
+    assert f"{image['env'].python} does not run: " in done.stdout and "harbor is missing" not in done.stdout
 
 
 def test_the_cpu_engine_needs_no_vllm(image):

@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from recipe.config import REPO
 from recipe.environments import read_pins
 
@@ -73,3 +75,18 @@ def test_a_machine_without_vllm_is_told_so_before_anything_is_made(tmp_path):
     for what in ("there is no vLLM here", "vllm/vllm-openai:v0.31.0", "ENVIRONMENTS=present", "--local"):
         assert what in line
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(("given", "code", "said"), [
+    ({"CACHE_DIR": "/proc/none"}, 64, "/proc/none cannot be made or written: set CACHE_DIR to a folder that can"),
+    ({"TRAINER_PYTHON": "/no/python"}, 64, "TRAINER_PYTHON=/no/python is no program of this machine"),
+    ({"OPENCODE_BIN": "/no/opencode"}, 64, "OPENCODE_BIN=/no/opencode is no program of this machine"),
+    ({"INSTALLER": "conda"}, 64, "INSTALLER=conda: must be auto, pip or uv"),
+    ({"TRAINER_BASE_PYTHON": "/no/python"}, 69, "no Python >= 3.11 with venv was found for the trainer at /no/python"),
+    ({"ENV_BASE_PYTHON": "/no/python"}, 69, "no Python >= 3.12 with venv was found for the env at /no/python")])
+def test_what_is_wrong_is_said_before_anything_is_made(given, code, said, tmp_path):
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "CACHE_DIR": str(tmp_path / "cache")} | given
+    done = subprocess.run(["bash", "setup.sh", "--local"], cwd=REPO, capture_output=True, text=True, env=environ,
+                          timeout=60)
+    assert done.returncode == code and said in done.stderr and done.stderr.count("[setup]") == 1, done.stderr
+    assert not (tmp_path / "cache/envs").exists()
