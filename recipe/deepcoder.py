@@ -77,10 +77,15 @@ def clean(text: str) -> str:
 
 
 def stdin_tests(tests: Any) -> list[tuple[str, str]]:
-    """(input, output) of the tests that are run with stdin and stdout; a test that does not say is one."""
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    return [(test.get("input") or "", test["output"]) for test in tests or ()
-            if (test.get("type") or STDIN) == STDIN and test.get("output") is not None]
+    """(input, output) of the tests that are run with stdin and stdout; a test that does not say is one. Those of
+    another form, such as arguments and results of a function, are left out, and so are all of a row that is damaged."""
+    try:
+        tests = json.loads(tests) if isinstance(tests, str) else tests
+    except ValueError:
+        tests = None
+    texts = [(test.get("input") or "", test.get("output")) for test in (tests if isinstance(tests, list) else ())
+             if isinstance(test, dict) and (test.get("type") or STDIN) == STDIN]
+    return [(given, wanted) for given, wanted in texts if isinstance(given, str) and isinstance(wanted, str)]
 
 
 def problem_of(row: dict[str, Any]) -> Problem | None:

@@ -135,6 +135,19 @@ def test_a_dataset_that_is_not_there_is_named_at_once(dataset, hub, tmp_path, mo
     assert prepare_tasks.main(["--out", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.parametrize(("tests", "usable"), [
+    ([{"input": "1\n", "output": "2\n"}, {"type": "stdin_stdout", "input": None, "output": ""}],
+     [("1\n", "2\n"), ("", "")]),
+    ([{"input": [1, 2], "output": "3"}, {"input": "1", "output": ["3"]}, {"input": "1", "output": None}, {"input": "1"},
+      {"type": "function_call", "input": "1", "output": "2"}, "x"], []),
+    ({"inputs": ["1"], "outputs": ["2"]}, []), (None, []), ([], []), ('[{"input": "1", "out', None), ("", None)])
+def test_tests_of_another_form_are_left_out(tests, usable):
+    """A list, or a JSON string of one; a damaged row is a problem without tests, not the end of the preparation."""
+    assert deepcoder.stdin_tests(tests) == (usable or [])
+    if usable is not None:
+        assert deepcoder.stdin_tests(json.dumps(tests)) == usable
+
+
 @pytest.mark.parametrize(("text", "statement"), [
     (deepcoder.PREFIX + "\n\nAdd.\n\nThe input will be stdin.\n\nNow solve the problem by providing the code.", "Add."),
     ("Add.\nNow solve this problem: ...", "Add."), ("  Add.  ", "Add."),
