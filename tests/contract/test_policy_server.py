@@ -12,6 +12,7 @@ TOOL = {"type": "function", "function": {
     "name": "bash", "description": "Run a shell command",
     "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
 CAPTURE = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}  # what the capture proxy adds
+BOS = 1  # <|startoftext|>
 LONG = "Use the bash tool to list the files in /tmp. " * 30
 
 
@@ -141,6 +142,7 @@ def test_tokenize_gives_the_chat_prompt(server):
     ids = server.chat(messages=messages, tools=[TOOL], return_token_ids=True)["prompt_token_ids"]
     answer = server.post("/tokenize", {"model": server.model, "messages": messages, "tools": [TOOL]}).json()
     assert answer["tokens"] == ids and answer["count"] == len(ids)
+    assert ids[0] == BOS and ids.count(BOS) == 1, "the template writes it, the tokenizer must not do so again"
     text = server.post("/detokenize", {"model": server.model, "tokens": ids}).json()["prompt"]
     assert "You are an agent." in text and "<|im_start|>" in text
 

@@ -34,6 +34,7 @@ class Reply:
     text: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
     status: int = 200
+    error: str = "scripted failure"
     wait: Callable[[], Any] | None = None  # called before answering, to hold a request open
 
 
@@ -75,7 +76,7 @@ class ScriptedEngine(LoopbackServer):
         if reply.wait:
             reply.wait()
         if reply.status != 200:
-            return reply.status, {"error": {"message": "scripted failure", "type": "error", "code": reply.status}}
+            return reply.status, {"error": {"message": reply.error, "type": "error", "code": reply.status}}
         prompt = encode("".join(_render(m) for m in request["messages"]) + "<|im_start|>assistant\n")
         body = _body(reply.text, [(name, args) for name, args in reply.calls])
         sampled = encode(body + "<|im_end|>")[: int(request.get("max_tokens") or 1 << 30)]

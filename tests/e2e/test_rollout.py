@@ -148,6 +148,21 @@ def test_budget_ends_the_agent_and_the_rollout_is_graded(server, engine: Scripte
     session.close()
 
 
+def test_a_conversation_that_fills_the_context_is_graded_on_its_work(engine: ScriptedEngine, factory, tasks):
+    """Longer than MAX_MODEL_LEN is the agent's own doing, as too many calls are: vLLM's 400 takes no grade away."""
+    full = Reply(status=400, error="This model's maximum context length is 40960 tokens. However, you requested 4096 "
+                 "output tokens and your prompt contains 36865 input tokens, for a total of 40961 tokens. Please "
+                 "reduce the length of the input prompt or the number of requested output tokens.")
+    write = bash_then_answer(f"{tasks[0].pipeline} > /workdir/answer.txt")
+    engine.script = lambda request: full if tool_results(request) else write(request)
+    session = session_for(factory, tasks[0])
+    session.wait_for_completion()
+    assert session.verify([]).env_reward == 1.0 and len(session.fetch_training_trace().turns) == 1
+    assert [f.split(":")[0] for f in session.result.findings] == ["[WARN] context_budget_exhausted"]
+    assert len(engine.agent_requests()) == 2, "the agent was told to stop, it did not repeat the call"
+    session.close()
+
+
 def test_agent_timeout_is_flagged_but_scored(engine: ScriptedEngine, factory, tasks):
     held = threading.Event()
 

@@ -13,6 +13,7 @@ from openenv.harbor.client import HarborEnv
 from openenv.harbor.models import HarborRolloutResult, HarborTurn
 
 from recipe import harbor_sessions, phases
+from recipe.call_times import CAME, FIRST_CALL, LAST_CALL, WENT
 from recipe.grading import count_tool_calls, eval_outcome, problem_of
 from recipe.harbor_sessions import HarborSessionFactory, RolloutAborted, RolloutFailed, UnknownPrompt
 
@@ -169,6 +170,24 @@ def test_a_timeout_keeps_its_turns_and_its_reward(server, factory):
     with pytest.raises(TimeoutError):
         session.wait_for_completion()
     assert len(session.fetch_training_trace().turns) == 1 and session.verify([]).env_reward == 0.0
+
+
+@pytest.mark.parametrize("ahead", [0.0, 100.0, -100.0])
+def test_call_times_are_in_the_trainers_clock(server, factory, ahead):
+    """The env server may run on another machine, and the times are compared with those of the trainer's syncs."""
+    def reply():
+        came = time.time()
+        time.sleep(0.05)
+        there = {CAME: came, FIRST_CALL: came + 0.01, LAST_CALL: came + 0.04, WENT: time.time()}
+        return result(phase_timings={name: value + ahead for name, value in there.items()})
+
+    server.reply = reply
+    session = factory.create(ROWS[0])
+    assert session.call_times is None
+    asked = time.time()
+    session.wait_for_completion()
+    first, last = session.call_times
+    assert asked - 1 < first < last < time.time() + 1
 
 
 def test_a_dead_server_fails_the_rollout(server, factory):
