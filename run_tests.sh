@@ -3,8 +3,9 @@
 # tests against a double of the Hub, the contract tests of the policy server and the end-to-end tests with the real
 # OpenCode, proxy, Harbor and TRL.
 #
-#   bash run_tests.sh                 everything, two groups at a time
-#   bash run_tests.sh trainer         one or more of: lint trainer hub env contract e2e
+#   bash run_tests.sh                 everything, three groups at a time
+#   bash run_tests.sh trainer         one or more of: lint trainer hub jobs env contract e2e
+#                                     (hub is the quick tests of tests/hub, jobs its whole jobs, the slow ones)
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
 #   bash run_tests.sh gpu             on a machine with a GPU and vLLM; not among "everything"
 #
@@ -19,8 +20,8 @@ case ${1:-} in -h | --help) usage run_tests.sh; exit 0 ;; esac
 groups=()
 while (($#)) && [[ $1 != -* ]]; do
   case $1 in
-    lint | trainer | hub | env | contract | e2e | gpu) groups+=("$1") ;;
-    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, env, contract, e2e, gpu)" >&2; exit 64 ;;
+    lint | trainer | hub | jobs | env | contract | e2e | gpu) groups+=("$1") ;;
+    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, jobs, env, contract, e2e, gpu)" >&2; exit 64 ;;
   esac
   shift
 done
@@ -28,7 +29,7 @@ if ((${#groups[@]} == 0 && $#)); then
   echo "run_tests.sh: $1 goes to pytest: name the groups before it, for example: bash run_tests.sh trainer $1" >&2
   exit 64
 fi
-((${#groups[@]})) || groups=(lint trainer hub env contract e2e)
+((${#groups[@]})) || groups=(lint trainer hub jobs env contract e2e)
 
 # Settings of the caller's shell would change what is tested; the tests set their own.
 unset PRESET RECIPE MODEL MAX_STEPS N_TASKS SANDBOX RUN_DIR ADAPTER_REPO ENGINE HF_TOKEN
@@ -70,6 +71,8 @@ run_group() {
       "$tools/shellcheck" -x ./*.sh recipe/*.sh .ci/run || code=1
       ;;
     env) "$ENV_PYTHON" -m pytest tests/env "$@" || code=1 ;;
+    hub) "$TRAINER_PYTHON" -m pytest tests/hub -m "not slow" "$@" || code=1 ;;
+    jobs) "$TRAINER_PYTHON" -m pytest tests/hub -m slow "$@" || code=1 ;;
     *) "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" || code=1 ;;
   esac
   if ((code)); then touch "$scratch/failed-$group"; fi
@@ -78,7 +81,7 @@ run_group() {
 # run_lane: takes one group after the other, longest first, until all are taken; shows the output of each at its end.
 run_lane() {
   local group
-  for group in lint hub trainer e2e env contract gpu; do
+  for group in lint jobs trainer e2e hub env contract gpu; do
     if [[ " ${groups[*]} " != *" $group "* ]] || ! mkdir "$scratch/taken-$group" 2>/dev/null; then continue; fi
     run_group "$group" "${pytest_args[@]}" >"$scratch/$group.log" 2>&1
     {
@@ -107,10 +110,9 @@ if ((${#groups[@]} == 1)); then
   printf '\n=== %s\n' "${groups[0]}"
   run_group "${groups[0]}" "${pytest_args[@]}"
 else
-  setup_say "running ${groups[*]}, two at a time; each is shown when it has ended"
-  set -m # a process group a lane; most tests wait for one process, so that two cores serve two lanes
-  run_lane &
-  run_lane &
+  setup_say "running ${groups[*]}, three at a time; each is shown when it has ended"
+  set -m # a process group a lane; tests wait for a server or a time-out so often that two cores serve three lanes
+  for _ in 1 2 3; do run_lane & done
   set +m
   wait
 fi

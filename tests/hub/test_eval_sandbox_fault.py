@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 from test_eval_faults import RightAtLast
 from test_hf_sandbox import World, place, registry, world  # noqa: F401 (fixtures)
 
@@ -12,7 +11,6 @@ from recipe.cells import CellLog
 from recipe.evaluation import fill, held_out_tasks, make_jobs
 
 
-@pytest.mark.slow
 def test_api_errors_of_the_sandboxes_make_no_cell_wrong(world: World, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("PUBLIC_URL", world.proxy.address(world.job, world.port))
     script = world.engine.script = RightAtLast(at=1)

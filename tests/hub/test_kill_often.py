@@ -1,4 +1,4 @@
-"""The small version of kill_often.py: a training that is killed twice ends as one that never was."""
+"""The small version of kill_often.py: a training that is killed once ends as one that never was."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import pytest
 from hub_double import HubDouble
 from kill_often import Campaign, Trainer, Violation
 
+SEED = 5  # the kill comes behind the second of three steps, and the next life has an empty disk
+
 
 @pytest.mark.slow
-def test_two_kills_lose_no_step_and_no_task(hub: HubDouble, tmp_path: Path, monkeypatch):
+def test_a_kill_loses_no_step_and_no_task(hub: HubDouble, tmp_path: Path, monkeypatch):
     import torch
     from lfm2_small import small_model
     from small_engine import SmallEngine
 
-    monkeypatch.setattr(Trainer, "steps", 4)
+    monkeypatch.setattr(Trainer, "steps", 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for a busy core spin
     with SmallEngine(small_model()) as engine:
         engine.server.handle_error = lambda *_: None
-        campaign = Campaign(Trainer(hub, engine.url), hub, tmp_path, seed=3)
-        campaign.run_once("me/adapter", kills=2)
+        campaign = Campaign(Trainer(hub, engine.url), hub, tmp_path, seed=SEED)
+        campaign.run_once("me/adapter", kills=1)
     torch.set_num_threads(threads)
-    assert campaign.kills >= 1 and campaign.lives == campaign.kills + 1
+    assert campaign.kills == 1 and campaign.lives == 2
 
 
 def test_a_checkpoint_that_is_not_whole_would_be_seen(hub: HubDouble, tmp_path: Path):
