@@ -126,7 +126,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from recipe import attention, canary, lfm2, rollout_worker, short_conv, trl_cpu
-    from recipe.callbacks import HeartbeatCallback, MetricsCallback, StopCallback
+    from recipe.callbacks import AtStep, HeartbeatCallback, MetricsCallback, StopCallback
     from recipe.checkpoint_callback import CheckpointCallback
     from recipe.group_trainer import GroupGRPOTrainer
     from recipe.isolation_check import IsolationCallback
@@ -162,6 +162,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
         row_tokens=settings.max_model_len)
     trainer.remove_callback(PrinterCallback)
+    AtStep.install(trainer.callback_handler.callbacks)
     if convolutions := short_conv.isolate(trainer.model):
         print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)
     metrics.trainer = trainer

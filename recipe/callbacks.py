@@ -6,11 +6,13 @@ import json
 import math
 import signal
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.integrations import TrackioCallback
 from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 
 from recipe import sandbox_costs, watchdog
@@ -83,6 +85,26 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.requested:
             control.should_save = control.should_training_stop = True
+
+
+class AtStep:
+    """Trackio with the optimizer step as its x axis: by itself it counts calls of log(), of which there are others
+    than steps, and goes on counting where a killed run was instead of where the resumed one is."""
+
+    def __init__(self, trackio: Any):
+        self.trackio = trackio
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trackio, name)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self.trackio.log(metrics, step=metrics["train/global_step"])
+
+    @classmethod
+    def install(cls, callbacks: Iterable[TrainerCallback]) -> None:
+        for callback in callbacks:
+            if isinstance(callback, TrackioCallback):
+                callback._trackio = cls(callback._trackio)
 
 
 class MetricsCallback(TrainerCallback):

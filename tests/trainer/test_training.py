@@ -41,6 +41,14 @@ def steps_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def trackio_steps(run: Path, project: str) -> dict[int, int]:
+    """Trackio's x axis -> the optimizer step whose reward was logged there."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs(project, run.name)
+    return {log["step"]: log["train/global_step"] for log in logs if "train/reward" in log}
+
+
 def test_arguments_exist_in_trl(tmp_path):
     settings = local_settings(tmp_path)
     assert set(train_lora.trainer_arguments(settings, gpu=False)) <= {f.name for f in
@@ -132,6 +140,8 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     trained = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], answer, strict=True)]
     assert pristine.logprobs(exported, ids) == pytest.approx(trained, abs=1e-5)
     assert pristine.distance(pristine.logprobs(base, ids), trained) > 1e-3
+
+    assert trackio_steps(tmp_path, settings.trackio_project) == {step: step for step in (1, 2, 3, 4)}
 
     # resume: from the last whole checkpoint (step 3, the final one), with the tasks that follow
     out = capsys.readouterr().out
