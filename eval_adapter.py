@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         out = settings.run_path / "eval" / f"{args.results}.json"
         folder = args.adapter or settings.final_path
         repo = ResultsRepo(settings.adapter_repo, out.parent, args.results)
+        repo.push_on_sigterm()
         if restored := repo.restore():
             print(f"{restored} finished cells of an earlier start are taken from {settings.adapter_repo}", flush=True)
         served = args.served_name if args.holds == "both" else settings.model

@@ -195,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
         source = LocalCheckpoints(args.checkpoints) if args.checkpoints else HubCheckpoints(
             settings.adapter_repo, settings.run_path / "downloads")
         repo = ResultsRepo(settings.adapter_repo, settings.run_path / "eval", "watch")
+        repo.push_on_sigterm()
         if restored := repo.restore():
             print(f"{restored} finished cells of an earlier start are taken from {settings.adapter_repo}", flush=True)
         left = Watch(settings, source, repo).run()

@@ -126,7 +126,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     from recipe import attention, canary, lfm2, rollout_worker, short_conv, trl_cpu
-    from recipe.callbacks import AtStep, HeartbeatCallback, MetricsCallback, StopCallback
+    from recipe.callbacks import AtStep, HeartbeatCallback, MetricsCallback, StopCallback, StopRequested
     from recipe.checkpoint_callback import CheckpointCallback
     from recipe.group_trainer import GroupGRPOTrainer
     from recipe.isolation_check import IsolationCallback
@@ -146,6 +146,12 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     heartbeat.beat("train-setup")
     metrics = MetricsCallback(run / "metrics.jsonl", settings.token_budget, settings.ratio_stop, settings.recipe)
     stop = StopCallback()
+
+    def while_waiting() -> None:
+        if stop.requested:  # saved first: to end the rollouts under way takes seconds that nobody may grant
+            save_between_steps(trainer)
+            raise StopRequested
+
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
     packs = settings.token_budget > 0 or settings.per_device_batch > 1
@@ -159,7 +165,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
                                     settings.weight_sync_timeout),
         callbacks=[*checks, heartbeat, metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)],
         on_skip=heartbeat.on_skip,
-        while_waiting=stop.raise_if_requested, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
+        while_waiting=while_waiting, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
         row_tokens=settings.max_model_len)
     trainer.remove_callback(PrinterCallback)
     AtStep.install(trainer.callback_handler.callbacks)
@@ -167,6 +173,35 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)
     metrics.trainer = trainer
     return trainer, metrics, stop
+
+
+def save_between_steps(trainer) -> None:
+    """A checkpoint of the last step, unless there is one: that may be on its way to the Hub."""
+    last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+    if checkpoints.damage(last) is not None:
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+
+def run_to_end(settings: Settings, trainer, metrics, stop, checkpoint: Path | None, pusher: CheckpointPusher | None):
+    """Trains to MAX_STEPS or SIGTERM, and returns when all checkpoints are pushed. Raises HubError."""
+    from recipe.callbacks import StopRequested, summary_text
+
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except StopRequested:
+        pass
+    except hub.HubError:
+        pusher.abandon()
+        raise
+    summary = metrics.summary()
+    (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(summary_text(summary), flush=True)
+    if pusher:
+        if stop.requested:
+            print(pusher.report(), flush=True)  # whoever sent the signal may not wait
+        with hub.pushing(settings.run_path, pusher.report()):
+            pusher.finish()
 
 
 def train(settings: Settings, resume: str, sessions=None) -> int:
@@ -178,7 +213,6 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     import torch
 
     from recipe import lfm2
-    from recipe.callbacks import StopRequested, summary_text
     from recipe.harbor_sessions import HarborSessionFactory
 
     checkpoint, pusher = open_checkpoints(settings, resume)
@@ -199,20 +233,9 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
                                    worker_arguments(settings, sessions, dataset, tokenizer, eos), pusher)
     print(f"resuming from {checkpoint}" if checkpoint else "starting from the base model", flush=True)
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except StopRequested:
-        trainer._save_checkpoint(trainer.model, trial=None)
-        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-    except hub.HubError:
-        pusher.abandon()
-        raise
+        run_to_end(settings, trainer, metrics, stop, checkpoint, pusher)
     finally:
         stop.uninstall()
-    summary = metrics.summary()
-    (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    print(summary_text(summary), flush=True)
-    if pusher:
-        pusher.finish()
     if trainer.state.global_step < settings.max_steps:
         print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
               f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)

@@ -59,7 +59,7 @@ class HeartbeatCallback(TrainerCallback):
 class StopCallback(TrainerCallback):
     """SIGTERM: the step under way is finished, a checkpoint saved, and training ends.
 
-    While the trainer waits for rollouts there is no step to finish: `raise_if_requested` ends the wait.
+    While the trainer waits for rollouts there is no step to finish; whoever waits looks at `requested`.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,8 @@ class StopCallback(TrainerCallback):
             signal.signal(signal.SIGTERM, self.previous)
 
     def _request(self, signum: int, frame: Any) -> None:
-        print("SIGTERM: finishing the step under way, then saving a checkpoint.", flush=True)
+        print("SIGTERM: what is under way is finished and saved, then the training ends.", flush=True)
         self.requested = True
-
-    def raise_if_requested(self) -> None:
-        if self.requested:
-            raise StopRequested
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.requested:

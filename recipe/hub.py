@@ -10,18 +10,20 @@ whose files are all there; a download counts only when every SHA-256 is that of 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shlex
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from recipe import disk
 from recipe.checkpoints import MANIFEST, damage, read_manifest, size_damage, step_and_file, step_of
+from recipe.watchdog import write_atomic
 
 ROOT_FILES = ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
               "chat_template.jinja", "special_tokens_map.json")
@@ -29,6 +31,7 @@ PASSING = {408, 409, 412, 425, 429, 500, 502, 503, 504}  # HTTP statuses that an
 LASTING = {errno.ENOENT, errno.EACCES}  # of this machine's disk, beside a full one
 MAX_FAILED = 3  # checkpoints in a row whose push failed: the run ends
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 7, 5.0, 120.0  # of one push, in all about 5 minutes of waiting
+PUSHING = "pushing"  # in the run folder
 Result = TypeVar("Result")
 
 
@@ -88,6 +91,22 @@ def repeat(call: Callable[[], Result], repo: str, what: str, stop: threading.Eve
     raise AssertionError("unreachable")
 
 
+@contextlib.contextmanager
+def pushing(run: Path, text: str) -> Iterator[None]:
+    """While this lasts, all that is left to do is a push: RUN_DIR/pushing has `text`, what is not on the Hub and how to
+    push it. recipe/job.sh gives it time then, ends the servers meanwhile, and shows the file when it was too little."""
+    file = run / PUSHING
+    with contextlib.suppress(OSError):  # a full disk must not cost the push
+        write_atomic(file, text)
+    try:
+        yield
+    except HubError as err:
+        with contextlib.suppress(OSError):
+            write_atomic(file, str(err))
+        raise
+    file.unlink(missing_ok=True)
+
+
 class CheckpointPusher:
     """Pushes sealed checkpoints one after the other, in order, in a thread of its own."""
 
@@ -141,7 +160,7 @@ class CheckpointPusher:
     def report(self) -> str:
         """What is not on the Hub, and the commands that push it."""
         lines = []
-        for folder, reason in self.failed.items():
+        for folder, reason in [*self.failed.items(), *((folder, "still on its way") for folder in self.running)]:
             lines += [f"{folder.name} is not on the Hub ({reason}). It is kept; push it with:",
                       f"  hf upload {self.repo} {shlex.quote(str(folder))} {folder.name}"]
         return "\n".join(lines)

@@ -35,7 +35,7 @@ job_begin() {
   export RESUME_WITH
   exec {JOB_LOCK}>"$RUN_DIR/.lock"
   flock -n "$JOB_LOCK" || die "$EXIT_UNAVAILABLE" "another job works in $RUN_DIR: wait for its end or set RUN_DIR to another folder"
-  rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes"
+  rm -f "$RUN_DIR/stalled.json" "$RUN_DIR/processes" "$RUN_DIR/pushing"
   trap job_end EXIT
   trap 'job_signal INT 130' INT
   trap 'job_signal TERM 143' TERM
@@ -94,7 +94,6 @@ job_end() {
   stop_all
   JOB_FOLLOWERS+=("${SERVER_FOLLOWERS[@]}")
   wait_followers
-  sweep_sandboxes
   rm -f "$RUN_DIR/processes"
   trap - EXIT
   say "ends with exit code $code; logs in $LOGS"

@@ -3,10 +3,12 @@
 #
 # Each process is the leader of a session of its own, so that whatever it starts can be found and ended with it. A
 # server that dies ends the job at once with its name and the end of its log. Bash >= 4.4, Linux (/proc).
-# Reads RUN_DIR, LOGS, RESUME_WITH, JOB_STEP and EXIT_USAGE, and calls say, die and job_stalled of recipe/job.sh.
+# Reads RUN_DIR, LOGS, RESUME_WITH, JOB_STEP and EXIT_USAGE, and calls say, die, job_stalled and sweep_sandboxes of
+# recipe/job.sh.
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
+PUSH_GRACE=${PUSH_GRACE:-300} # further seconds for a step that has only a push to the Hub left (recipe/hub.py)
 SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
 
 declare -A JOB_PID=() JOB_OFFSET=()
@@ -99,6 +101,7 @@ step_failed() {
   if (($2 == EXIT_USAGE)); then code=$EXIT_USAGE; fi
   if (($2 > 128)); then how="was killed by SIG$(kill -l "$(($2 - 128))")"; fi
   show_log "$1" >&2
+  rm -f "$RUN_DIR/pushing" # the log has said it
   die "$code" "step '$1' $how. Its log: $LOGS/$1.log
   Checkpoints and finished evaluation cells are kept. Resume with: $RESUME_WITH"
 }
@@ -163,13 +166,25 @@ session_pids() {
 
 # end_session GRACE SID...: SIGTERM to all process groups at once, SIGKILL to what is left after GRACE seconds.
 end_session() {
-  local sid deadline=$((SECONDS + $1))
-  local -a sids=("${@:2}") left=()
-  ((${#sids[@]})) || return 0
-  mapfile -t left < <(session_pids "${sids[@]}")
-  ((${#left[@]})) || return 0
-  for sid in "${sids[@]}"; do kill -TERM -- "-$sid" 2>/dev/null || true; done
-  while mapfile -t left < <(session_pids "${sids[@]}") && ((${#left[@]})); do
+  terminate "${@:2}" || return 0
+  await_end "$@"
+}
+
+# terminate SID...: SIGTERM to the process groups; fails when nothing of them is left.
+terminate() {
+  local sid
+  is_left "$@" || return 1
+  for sid in "$@"; do kill -TERM -- "-$sid" 2>/dev/null || true; done
+}
+
+is_left() { (($#)) && [[ -n $(session_pids "$@") ]]; }
+
+# await_end GRACE SID...: until they have ended; SIGKILL to what is left after GRACE seconds.
+await_end() {
+  local deadline=$((SECONDS + $1))
+  local -a left=()
+  shift
+  while mapfile -t left < <(session_pids "$@") && ((${#left[@]})); do
     if ((SECONDS >= deadline + 10)); then
       say "processes ${left[*]} do not end even on SIGKILL" >&2
       return 0
@@ -184,9 +199,10 @@ stop_process() {
   forget "$1"
 }
 
-# stop_all: the step that uses the servers first, then the servers.
+# stop_all: the step that uses the servers first, then the servers and the sandboxes. They do not wait for a step that
+# has only a push left, which RUN_DIR/pushing says; it gets PUSH_GRACE seconds more. What was not pushed then is told.
 stop_all() {
-  local name
+  local name deadline=$((SECONDS + STEP_GRACE))
   local -a steps=() servers=()
   for name in "${JOB_RUNNING[@]}"; do
     case $name in
@@ -194,7 +210,24 @@ stop_all() {
       *) steps+=("${JOB_PID[$name]}") ;;
     esac
   done
-  end_session "$STEP_GRACE" "${steps[@]}"
+  terminate "${steps[@]}" || true
+  while is_left "${steps[@]}" && ((SECONDS < deadline)) && [[ ! -e $RUN_DIR/pushing ]]; do sleep 0.2; done
+  [[ -e $RUN_DIR/pushing ]] || await_end 0 "${steps[@]}"
   end_session "$SERVER_GRACE" "${servers[@]}"
+  sweep_sandboxes
+  wait_for_push "${steps[@]}"
   JOB_RUNNING=()
+}
+
+# wait_for_push SID...: a further signal ends the wait.
+wait_for_push() {
+  local deadline=$((SECONDS + PUSH_GRACE))
+  if is_left "$@"; then
+    trap 'deadline=0' INT TERM
+    say "waiting up to $PUSH_GRACE s for the push that is under way; another Ctrl-C or SIGTERM ends the wait" >&2
+    while is_left "$@" && ((SECONDS < deadline)); do sleep 0.2; done
+    trap '' INT TERM
+    await_end 0 "$@"
+  fi
+  if [[ -e $RUN_DIR/pushing ]]; then say "$(<"$RUN_DIR/pushing")" >&2; fi
 }

@@ -1,6 +1,7 @@
 """RUN_DIR/eval and its copy under eval/ of the adapter repository: pushed as results appear, fetched by a new start.
 
-    ADAPTER_REPO=you/name python -m recipe.results_repo     # may results be pushed there?
+    ADAPTER_REPO=you/name python -m recipe.results_repo                                  # may results be pushed there?
+    RUN_DIR=runs/a ADAPTER_REPO=you/name python -m recipe.results_repo --push watch      # pushes RUN_DIR/eval
 
 A push runs in a thread of its own and is repeated while its error may pass, so an evaluation never waits for the Hub
 and a finished cell never depends on it. Every push is one commit of the files that have changed. cells.jsonl and
@@ -12,17 +13,19 @@ Exit codes: 0 ok, or no ADAPTER_REPO · 64 the Hub refuses · 69 the Hub can't b
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from recipe import hub
 from recipe.config import Settings, SettingsError
-from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.watchdog import write_atomic
 
 PLACE = "eval"
@@ -124,8 +127,12 @@ class ResultsRepo:
         error = self._running.exception()
         self._pool.shutdown()
         if error:
-            raise hub.HubError(f"{error}\nThe results are kept in {self.folder}; push them with:\n  hf upload "
-                               f"{self.repo} {shlex.quote(str(self.folder))} {PLACE}") from error
+            raise hub.HubError(f"{error}\n{self.by_hand()}") from error
+
+    def by_hand(self) -> str:
+        return (f"The results are kept in {self.folder}; push them with:\n  RUN_DIR="
+                f"{shlex.quote(str(self.folder.parent))} ADAPTER_REPO={self.repo} \"$TRAINER_PYTHON\" -m "
+                f"recipe.results_repo --push {self.name}")
 
     def last_push(self, message: str) -> None:
         """Pushes what is there before an evaluation ends early: its machine may be gone afterwards."""
@@ -134,6 +141,21 @@ class ResultsRepo:
             self.finish()
         except hub.HubError as err:
             print(err, file=sys.stderr)
+
+    def push_on_sigterm(self) -> None:
+        """SIGTERM pushes what is there before it ends the process."""
+        def stop(*_: Any) -> NoReturn:
+            print("SIGTERM: finished cells are pushed, then the evaluation ends.", flush=True)
+            try:
+                with hub.pushing(self.folder.parent, self.by_hand()):
+                    self.push("Evaluation stopped")
+                    self.finish()
+            except hub.HubError as err:
+                print(err, file=sys.stderr, flush=True)
+            os._exit(EXIT_TERMINATED)  # rollouts under way are given up
+
+        if self.repo:
+            signal.signal(signal.SIGTERM, stop)
 
     def _warn(self) -> bool:
         """Says why the last push failed; whether it did."""
@@ -167,10 +189,18 @@ class ResultsRepo:
 
 
 def main(argv: list[str] | None = None) -> int:
-    Parser(__doc__).parse_args(argv)
+    parser = Parser(__doc__)
+    parser.add_argument("--push", metavar="NAME", help="push RUN_DIR/eval as that of the evaluation called NAME")
+    args = parser.parse_args(argv)
     try:
-        repo = Settings.load().adapter_repo
-        ResultsRepo(repo, Path(), "").check()
+        settings = Settings.load()
+        repo = settings.adapter_repo
+        if not args.push:
+            ResultsRepo(repo, Path(), "").check()
+            return 0
+        results = ResultsRepo(repo, settings.run_path / PLACE, args.push)
+        results.push(f"Evaluation: {args.push}")
+        results.finish()
     except SettingsError as err:
         print(err, file=sys.stderr)
         return EXIT_USAGE

@@ -1,4 +1,7 @@
-"""Rollouts of the trainer's tests, with one task in three slower than the rest: groups finish out of order."""
+"""Rollouts of the trainer's tests, with one task in three slower than the rest: groups finish out of order.
+
+Those whose fate is "hangs" never finish.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ SLOW = 1.5  # seconds
 
 class SlowSession(SmallSession):
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
+        if self.fate == "hangs":
+            time.sleep(3600)
         if self.task % 3 == 0:
             time.sleep(SLOW)
         return super().wait_for_completion(timeout_s)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,23 @@ def test_a_push_does_not_hold_the_step(hub, pusher, settings, tmp_path):
     assert len(hub.repo(REPO).commits) == 2
 
 
+def test_while_a_push_is_all_that_is_left_the_run_folder_says_what_is_not_there(hub, pusher, settings, tmp_path,
+                                                                                monkeypatch):
+    monkeypatch.setattr(recipe_hub, "ATTEMPTS", 1)
+    pusher.open()
+    said, command = tmp_path / "pushing", f"hf upload {REPO} {tmp_path}/checkpoint-100 checkpoint-100"
+    with hub.lock:  # the Hub answers nothing
+        pusher.push(checkpoint(tmp_path, 100, settings))
+        assert "still on its way" in pusher.report() and command in pusher.report()
+        with recipe_hub.pushing(tmp_path, pusher.report()):
+            assert said.read_text() == pusher.report()
+    assert not said.exists()
+    hub.fail(10_000, 503, "/commit/")
+    with pytest.raises(HubError), recipe_hub.pushing(tmp_path, ""):
+        pusher.finish()
+    assert "an outage" in said.read_text() and command in said.read_text()
+
+
 def test_a_token_without_rights_is_refused_before_training_and_at_once_later(hub, settings, tmp_path, monkeypatch):
     hub.tokens["hf_read"] = "read"
     hub.repo(REPO)
@@ -187,6 +205,20 @@ def test_a_limit_of_requests_is_waited_for_as_long_as_the_hub_says(hub, pusher, 
     pusher.push(checkpoint(tmp_path, 100, settings))
     pusher.finish()
     assert "the next follows in 1 s" in capsys.readouterr().out and len(hub.repo(REPO).commits) == 2
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_whole_checkpoint_is_not_written_again_while_it_may_be_pushed(settings, tmp_path, there):
+    import train_lora
+
+    folder, saves = checkpoint(tmp_path, 100, settings), []
+    if not there:
+        (folder / "manifest.json").unlink()
+    handler = SimpleNamespace(on_save=lambda *_: saves.append("told"))
+    train_lora.save_between_steps(SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)), state=SimpleNamespace(global_step=100), model=None,
+        control=None, callback_handler=handler, _save_checkpoint=lambda model, trial: saves.append("written")))
+    assert saves == ([] if there else ["written", "told"])
 
 
 # -- full disks ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from hub_double import HubDouble
 
 from recipe import hub as recipe_hub
 from recipe import results_repo
+from recipe.config import REPO as CHECKOUT
 from recipe.hub import HubError
 from recipe.results_repo import ResultsRepo
 
@@ -60,13 +65,13 @@ def test_a_hub_that_is_away_holds_nobody_and_loses_nothing(hub: HubDouble, tmp_p
         repo.push(f"checkpoint-{i}")
         repo._running.exception()
     assert "WARN results were not pushed; they are kept and pushed with the next ones" in capsys.readouterr().out
-    with pytest.raises(HubError, match=f"hf upload {REPO} {repo.folder} eval"):
+    by_hand = f'RUN_DIR={tmp_path} ADAPTER_REPO={REPO} "$TRAINER_PYTHON" -m recipe.results_repo --push watch'
+    with pytest.raises(HubError, match=re.escape(by_hand)):
         ResultsRepo.finish(repo)
     outage.times = 0
-    again = ResultsRepo(REPO, repo.folder, "watch")
-    again.push("again")
-    again.finish()
-    assert len(evaluation(hub)) == 3
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("ADAPTER_REPO", REPO)
+    assert results_repo.main(["--push", "watch"]) == 0 and len(evaluation(hub)) == 3
 
 
 def test_an_outage_that_ends_before_the_evaluation_costs_nothing(hub: HubDouble, tmp_path, monkeypatch):
@@ -79,6 +84,35 @@ def test_an_outage_that_ends_before_the_evaluation_costs_nothing(hub: HubDouble,
     repo._running.exception()
     repo.finish()
     assert evaluation(hub) == {"summary.json": "[]"}
+
+
+CHILD = """
+import signal, sys, time
+from pathlib import Path
+from recipe.results_repo import ResultsRepo
+
+repo = ResultsRepo(sys.argv[1], Path(sys.argv[2]), "watch")
+repo.push_on_sigterm()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_sigterm_pushes_the_finished_cells_first(hub: HubDouble, tmp_path, works):
+    folder = tmp_path / "eval"
+    write(folder, cells__jsonl="1\n")
+    hub.repo(REPO)
+    if not works:
+        hub.fail(10, 403, "/commit/")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, REPO, str(folder)], text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(CHECKOUT)})
+    assert child.stdout.readline() == "ready\n"
+    child.terminate()
+    said, _ = child.communicate(timeout=300)
+    assert child.returncode == 143, said
+    assert evaluation(hub) == ({"watch_cells.jsonl": "1\n"} if works else {})
+    assert (tmp_path / "pushing").exists() != works and ("--push watch" in said) != works
 
 
 def test_a_push_does_not_wait(hub: HubDouble, tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from hub_double import HubDouble
-from training_process import start, trained
+from training_process import TASKS, start, trained
+from world import until
 
 from recipe import checkpoints
 from recipe.config import Settings
@@ -91,6 +92,31 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
     other = start(tmp_path / "d", engine.url, **RUN, LORA_R="2")
     assert other.wait(600) == 64
     assert "LORA_R: " in (tmp_path / "d/out").read_text()
+
+
+@pytest.mark.slow
+def test_sigterm_waits_for_the_push_and_says_what_is_not_there_yet(hub: HubDouble, tmp_path):
+    from lfm2_small import small_model
+    from small_engine import SmallEngine
+
+    run, outage = tmp_path / "a", hub.fail(10_000, 503, "/commit/", Retry_After="3")
+    pushing = run / "pushing"
+    with SmallEngine(small_model()) as engine:
+        child = start(run, engine.url, fates={task: ["hangs"] for task in range(1, TASKS)}, **RUN)
+        try:
+            until(lambda: trained(run, 0) or child.poll() is not None, 600)
+            child.send_signal(signal.SIGTERM)  # after step 1, of which there is no checkpoint
+            until(lambda: pushing.exists() or child.poll() is not None, 600)
+            told = pushing.read_text()
+            assert f"hf upload {ADAPTER} {run}/checkpoints/checkpoint-1 checkpoint-1" in told and "It is kept" in told
+            child.send_signal(signal.SIGTERM)  # a second one does not cut the push off
+            outage.times = 0
+            assert child.wait(600) == 143, (run / "out").read_text()[-3000:]
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert [c.message for c in hub.repo(ADAPTER).commits[1:]] == ["checkpoint-1"] and not pushing.exists()
+    out = (run / "out").read_text()
+    assert out.index("checkpoint-1 saved") < out.index("did not end within") < out.index(told.splitlines()[0])
 
 
 @pytest.fixture

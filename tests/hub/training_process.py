@@ -24,7 +24,7 @@ CHILD = """
     import train_lora
 
     if __name__ == "__main__":
-        sessions = SlowSessions({engine!r}, tasks={tasks}, fates={{}}, log=Path({run!r}) / "sessions")
+        sessions = SlowSessions({engine!r}, tasks={tasks}, fates={fates}, log=Path({run!r}) / "sessions")
         real = train_lora.train
         train_lora.train = lambda settings, resume: real(settings, resume, sessions)
         sys.exit(train_lora.main([]))
@@ -32,17 +32,18 @@ CHILD = """
 
 
 def start(folder: Path, engine: str, out: str = "out", environ: dict[str, str] | None = None,
-          **settings: str) -> subprocess.Popen[str]:
+          fates: dict[int, list[str]] | None = None, **settings: str) -> subprocess.Popen[str]:
     """The training of `folder`, a run folder that is made when it is not there; its output goes to folder/out.
 
-    `settings` are environment variables; `environ` is what the process has beside them.
+    `settings` are environment variables; `environ` is what the process has beside them, `fates` how rollouts go.
     """
     from lfm2_small import local_settings
 
     folder.mkdir(exist_ok=True)
     base = local_settings(folder, save_steps=2, max_inflight=8)
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(CHILD.format(repo=str(REPO), engine=engine, tasks=TASKS, run=str(folder))))
+    script.write_text(textwrap.dedent(CHILD.format(repo=str(REPO), engine=engine, tasks=TASKS, run=str(folder),
+                                                   fates=fates or {})))
     inherited = {k: v for k, v in os.environ.items() if k != "TRACKIO_DIR"}
     return subprocess.Popen([sys.executable, str(script)], start_new_session=True, text=True,
                             env=inherited | base.environ() | settings | (environ or {}) | {

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe.config import REPO
+from recipe.watchdog import session_members
 
 PRELUDE = """
 set -euo pipefail
@@ -128,6 +129,31 @@ def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(st
     assert f"failed with code {step}" in output
     assert "the reason" in output and "logs/tasks.log" in output and "Resume with: RUN_DIR=" in output
     assert "--local" in output
+
+
+PUSH = START + """run_step train bash -c '
+trap "" TERM
+(sleep 0.5; kill -TERM "$0"; echo "checkpoint-9 is not on the Hub" >"$RUN_DIR/pushing") &
+until [[ -e $RUN_DIR/go ]]; do sleep 0.1; done
+rm "$RUN_DIR/pushing"' "$$"
+"""
+
+
+@pytest.mark.parametrize("how", ["it ends", "time", "signal"])
+def test_a_push_has_its_own_time_without_servers_and_is_named_when_that_is_too_short(start, how):
+    job = start(PUSH, STEP_GRACE="60", PUSH_GRACE="1" if how == "time" else "300")
+    said = []
+    for line in job.process.stdout:
+        said.append(line)
+        if "s for the push that is under way" in line:
+            (policy, name), *_ = (line.split() for line in (job.run / "processes").read_text().splitlines())
+            assert name == "policy" and not session_members({int(policy)})
+            if how == "it ends":
+                (job.run / "go").touch()
+            elif how == "signal":
+                job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(60) == 143 and job.members() == [], said
+    assert ("checkpoint-9 is not on the Hub" in "".join(said)) == (how != "it ends"), said
 
 
 def test_the_resume_command_fits_the_preset(start):
