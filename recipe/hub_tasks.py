@@ -84,19 +84,22 @@ def sha256(data: bytes) -> str:
 
 
 def patch_task_toml(text: str) -> str:
-    """task.toml with ENVIRONMENT set and HF_TOKEN removed, all else unchanged. Raises ValueError where that fails."""
+    """task.toml with ENVIRONMENT set and HF_TOKEN removed wherever a command in the sandbox would get it, the verifier
+    too: what the agent left running there could read it. All else is unchanged. Raises ValueError where that fails."""
     want = tomllib.loads(text)
     if "environment" not in want:
         raise ValueError("it has no [environment] table")
     want["environment"].update(ENVIRONMENT)
-    want["environment"].get("env", {}).pop("HF_TOKEN", None)
+    for part in want.values():
+        if isinstance(part, dict) and isinstance(part.get("env"), dict):
+            part["env"].pop("HF_TOKEN", None)
 
     lines, table = [], ""
     for line in text.splitlines():
         if header := re.match(r"\s*\[([^\[\]]+)\]\s*(#.*)?$", line):
             table = header[1].strip()
         key = line.split("=")[0].strip().strip("\"'")
-        if (table == "environment" and key in ENVIRONMENT) or (table == "environment.env" and key == "HF_TOKEN"):
+        if (table == "environment" and key in ENVIRONMENT) or (table.endswith(".env") and key == "HF_TOKEN"):
             continue
         lines.append(line)
         if header and table == "environment":
