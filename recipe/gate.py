@@ -1,8 +1,8 @@
 """The gate that every rollout passes: closed while a rollout started now could only fail.
 
 Two causes close it: no sandbox can reach the capture proxy (recipe/route.py), or sandboxes do not start
-(recipe/hf_sandbox.py). New rollouts wait, and have no reward should they wait too long. What is wrong stands in
-RUN_DIR/blocked.json meanwhile, which the watchdog quotes should the run stall.
+(recipe/hf_sandbox.py). New rollouts wait, and have no reward should they wait too long. What is wrong, and how many
+wait, stands in RUN_DIR/blocked.json meanwhile, which the watchdog quotes should the run stall.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Gate:
         self._file = run_dir / BLOCKED if run_dir else None
         self._causes: dict[str, str] = {}  # cause -> message
         self._since = 0.0  # when the gate closed, monotonic
+        self._waiting = 0  # rollouts
         self._open = asyncio.Event()
         self._open.set()
         if self._file:
@@ -52,7 +53,15 @@ class Gate:
 
     async def passed(self) -> None:
         """Returns once the gate is open."""
-        await self._open.wait()
+        if self._open.is_set():
+            return
+        self._waiting += 1
+        self._changed()
+        try:
+            await self._open.wait()
+        finally:
+            self._waiting -= 1
+            self._changed()
 
     def _changed(self) -> None:
         if self._causes:
@@ -60,6 +69,7 @@ class Gate:
         else:
             self._open.set()
         if self._file and self._causes:
-            write_atomic(self._file, json.dumps({"time": time.time(), "message": self.reason()}))
+            write_atomic(self._file, json.dumps({"time": time.time(), "message": self.reason(),
+                                                 "waiting": self._waiting}))
         elif self._file:
             self._file.unlink(missing_ok=True)

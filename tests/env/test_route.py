@@ -107,6 +107,7 @@ def test_a_lost_route_closes_the_gate_and_its_return_opens_it(tmp_path, monkeypa
         await mine.confirm()
         waiting = asyncio.create_task(gate.passed())
         assert not (await asyncio.wait([waiting], timeout=0.05))[0], "a rollout started although none can work"
+        assert watchdog.read(tmp_path / watchdog.BLOCKED)["waiting"] == 1
         gate.close("sandboxes", "they do not start.")
         async with Served(mine.route("/capture")) as mine.url:
             await mine.confirm()
