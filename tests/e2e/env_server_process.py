@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,16 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from loopback import free_port
 
 from recipe.config import REPO, Settings
 
 ADMIN_KEY = "admin-key-of-the-tests"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def needed(name: str) -> str:
@@ -62,7 +56,8 @@ def start_server(run_dir: Path, engine_port: int, *, public_url: str = "", wait:
     what the server reads beside them."""
     settings = Settings.load(dict(PRESET="local", RUN_DIR=str(run_dir), POLICY_PORT=str(engine_port), MODEL="scripted",
                                   PUBLIC_PORT=environ.pop("PUBLIC_PORT", "") or str(free_port()),
-                                  ENV_PORT=str(free_port()), AGENT_TIMEOUT="240", MAX_MODEL_CALLS="4", **environ))
+                                  ENV_PORT=str(free_port()), **({"AGENT_TIMEOUT": "240", "MAX_MODEL_CALLS": "4"} |
+                                                                environ)))
     full = {**{k: os.environ[k] for k in ("PATH", "HOME", "TMPDIR") if k in os.environ}, **settings.environ(),
             "ENV_PYTHON": needed("ENV_PYTHON"), "OPENCODE_BIN": needed("OPENCODE_BIN"),
             "CAPTURE_ADMIN_KEY": ADMIN_KEY, "PUBLIC_URL": public_url,

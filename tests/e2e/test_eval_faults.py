@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from env_server_process import EnvServer, free_port, start_server
+from env_server_process import EnvServer, start_server
 from header_proxy import HeaderProxy
+from loopback import free_port
 from scripted_engine import Reply, ScriptedEngine, tool_results
 
 from recipe import local_tasks

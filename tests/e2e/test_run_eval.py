@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from env_server_process import free_port, needed
+from env_server_process import needed
+from loopback import job_ports
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +35,7 @@ def folder() -> Iterator[Path]:
 def run_eval(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {k: os.environ[k] for k in ("PATH", "HOME", "TMPDIR", "CACHE_DIR", "HF_HUB_OFFLINE") if k in os.environ}
     env |= {name: needed(name) for name in ("TRAINER_PYTHON", "ENV_PYTHON", "OPENCODE_BIN")}
-    env |= {name: str(free_port()) for name in ("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT")}
+    env |= job_ports()
     env |= {"RUN_DIR": str(folder / "run"), "N_TASKS": str(N_TASKS), "K_SAMPLES": str(SAMPLES),
             "MAX_MODEL_CALLS": "2"}
     return subprocess.run(["bash", str(REPO / "run_eval.sh"), "--local", *arguments], env=env, text=True, timeout=540,

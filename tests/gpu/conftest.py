@@ -17,7 +17,7 @@ import pytest
 import torch
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPO / "tests" / "trainer"), str(REPO / "tests" / "contract")]
+sys.path[:0] = [str(REPO / "tests" / "trainer"), str(REPO / "tests" / "contract"), str(REPO / "tests" / "e2e")]
 
 
 def pytest_sessionstart() -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
+
+from loopback import free_port
 
 from bench.common import Server
 from recipe.config import REPO
 
 LOGS = Path("/tmp/lfm-gpu-tests")
 TINY = REPO / "tiny" / "model"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(model: Path, mode: str, name: str, **settings: str) -> Server:

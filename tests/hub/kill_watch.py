@@ -27,9 +27,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "e2e")]
 
-from env_server_process import free_port  # noqa: E402
 from hub_double import HubDouble, hub_environ  # noqa: E402
 from kill_often import Life, rule  # noqa: E402
+from loopback import job_ports  # noqa: E402
 
 from recipe import adapters, json_lines, report  # noqa: E402
 from recipe.config import REPO  # noqa: E402
@@ -70,8 +70,7 @@ class SideBySide:
         return self.start("run_eval_watch.sh", "watch", N_TASKS=str(self.tasks), EVAL_POLL="1")
 
     def start(self, script: str, name: str, **settings: str) -> Life:
-        ports = self.ports.setdefault(name, {port: str(free_port()) for port in (
-            "PUBLIC_PORT", "POLICY_PORT", "ENV_PORT")})
+        ports = self.ports.setdefault(name, job_ports())
         mark, run_dir, log = uuid.uuid4().hex, self.folder / name, self.folder / f"{name}.out"
         inherited = {k: v for k, v in os.environ.items() if k not in ("TRACKIO_DIR", "PRESET", "SETUP_TESTS")}
         process = subprocess.Popen(

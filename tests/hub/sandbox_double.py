@@ -3,7 +3,7 @@
 It answers what huggingface_hub's `Sandbox` asks of the server inside the Job (protocol 2: /health, exec as a stream of
 JSON lines, files), behind the JobsProxy and for the Job's own token only. A sandbox sees no environment but what the
 Job and each command were given; all of it is noted, so that a test can look for secrets. `fail_starts` makes the next
-Jobs end before they are ready, `refuse` makes the Jobs API refuse them with an HTTP status.
+Jobs end before they are ready; the Hub double's `fail` makes the Jobs API refuse them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from env_server_process import free_port, needed
+from env_server_process import needed
 from hub_double import HubDouble, hub_environ
+from loopback import job_ports
 from test_deepcoder_tasks import published
 
 from recipe import made_problems
@@ -28,7 +29,7 @@ def test_the_second_recipe_runs_to_its_evaluation(hub: HubDouble, folder: Path):
     keep = ("PATH", "HOME", "TMPDIR", "LANG")
     environ = {name: os.environ[name] for name in keep if name in os.environ} | hub_environ(hub, folder / "hf") | {
         **{name: needed(name) for name in ("TRAINER_PYTHON", "ENV_PYTHON", "OPENCODE_BIN")},
-        **{name: str(free_port()) for name in ("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT")},
+        **job_ports(),
         "RECIPE": "deepcoder", "DATASET": "owner/problems", "RUN_DIR": str(run), "MAX_STEPS": str(STEPS),
         # All weights, as the recipe's own preset has it; --local alone would train the tiny model's adapter.
         "LORA": "0", "LEARNING_RATE": "1e-4", "SAVE_STEPS": "0", "NUM_GENERATIONS": str(GROUP),

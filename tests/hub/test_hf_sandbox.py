@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from env_server_process import ADMIN_KEY, EnvServer, free_port, needed, start_server
+from env_server_process import ADMIN_KEY, EnvServer, needed, start_server
 from hub_double import TOKEN, HubDouble, hub_environ, running
 from jobs_proxy import JobsProxy
+from loopback import free_port
 from sandbox_double import SandboxDouble
 from scripted_engine import Reply, ScriptedEngine, bash_then_answer
 from world import Registry, public_job, task_files, until
@@ -26,6 +27,7 @@ from recipe import hf_sandbox_jobs, hub_tasks, local_tasks, sandbox_costs
 from recipe.config import REPO, Settings
 from recipe.harbor_sessions import HarborSession, HarborSessionFactory, RolloutFailed, run_eval_rollout
 
+LIMIT_S = 900  # of a rollout that takes ten seconds where nobody else computes
 TASKS = sorted(local_tasks.generate("train", 2, seed=0), key=lambda task: task.name)
 
 
@@ -44,7 +46,7 @@ class World:
     def start(self, **settings: str) -> EnvServer:
         return start_server(self.run_dir, self.engine.port, public_url=self.proxy.address(self.job, self.port),
                             variables=self.variables, SANDBOX="hf-sandbox", PUBLIC_PORT=str(self.port),
-                            ROUTE_CHECK_EVERY="1", ADAPTER_REPO="me/adapter",
+                            ROUTE_CHECK_EVERY="1", ADAPTER_REPO="me/adapter", AGENT_TIMEOUT=str(LIMIT_S),
                             OPENCODE_INTEGRITY=self.registry.integrity, **settings)
 
     def session(self, server: EnvServer, task: int = 0) -> HarborSession:
@@ -91,7 +93,7 @@ def world(hub: HubDouble, place: Path, registry: Registry) -> Iterator[World]:
 def server(world: World) -> Iterator[EnvServer]:
     started = world.start()
     yield started
-    started.stop(signal.SIGTERM, 180)
+    started.stop(signal.SIGTERM, LIMIT_S)
 
 
 def right(task: int = 0):
@@ -137,15 +139,15 @@ def check_a_lost_route(world: World, server: EnvServer) -> None:
     sandboxes = len(world.sandboxes.specs)
     world.proxy.lost = "page"  # it answers 200, and is not the capture proxy
     blocked = world.run_dir / "blocked.json"
-    until(blocked.exists)
+    until(blocked.exists, LIMIT_S)
     assert "does not lead to this capture proxy: HTTP 200" in json.loads(blocked.read_text())["message"]
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(run_eval_rollout(server.settings, "train", 0, "scripted")))
     thread.start()
-    thread.join(3)
+    until(lambda: json.loads(blocked.read_text())["waiting"] == 1, LIMIT_S)
     assert thread.is_alive() and len(world.sandboxes.specs) == sandboxes
     world.proxy.lost = ""
-    thread.join(180)
+    thread.join(LIMIT_S)
     assert [(o.status, o.reward) for o in outcomes] == [("graded", 1.0)], outcomes
     assert not blocked.exists() and "UNBLOCKED" in server.log.read_text()
 
@@ -157,7 +159,7 @@ def rollout_in_flight(world: World, server: EnvServer) -> Iterator[threading.Thr
 
     def script(request):
         reached.set()
-        return Reply(text="late", wait=lambda: held.wait(240))
+        return Reply(text="late", wait=lambda: held.wait(2 * LIMIT_S))
 
     world.engine.script = script
     session = world.session(server)
@@ -171,10 +173,10 @@ def rollout_in_flight(world: World, server: EnvServer) -> Iterator[threading.Thr
     thread = threading.Thread(target=wait)
     thread.start()
     try:
-        assert reached.wait(180), server.log.read_text()
+        assert reached.wait(LIMIT_S), server.log.read_text()
         assert len(world.alive()) == 1
         yield thread
-        thread.join(180)
+        thread.join(LIMIT_S)
         assert errors, "a rollout whose server has gone is not graded"
     finally:
         held.set()
@@ -185,7 +187,7 @@ def test_rollouts_the_loss_of_the_route_and_the_end(world: World, server: EnvSer
     check_a_rollout(world, server)
     check_a_lost_route(world, server)
     with rollout_in_flight(world, server):
-        assert server.stop(signal.SIGTERM, 180) == 143
+        assert server.stop(signal.SIGTERM, LIMIT_S) == 143
         assert world.alive() == []
     assert "sandboxes: 3 ran, 1 did not start" in server.log.read_text()
 
@@ -223,7 +225,7 @@ def test_the_start_sweeps_and_sandboxes_that_do_not_start_are_ungraded(world: Wo
         blocked = json.loads((world.run_dir / "blocked.json").read_text())
         assert "sandboxes did not start" in blocked["message"] and "402" in blocked["message"]
     finally:
-        server.stop(signal.SIGTERM, 180)
+        server.stop(signal.SIGTERM, LIMIT_S)
     assert sandbox_costs.read(world.run_dir)["failed"] == 2 and world.alive() == []
 
 

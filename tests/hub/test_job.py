@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import requests
-from env_server_process import free_port, needed
+from env_server_process import needed
 from hub_double import TOKEN, HubDouble, hub_environ, running
 from job_runner import JobRunner
 from jobs_proxy import JobsProxy
+from loopback import job_ports
 from sandbox_double import SandboxDouble
 from test_launch import ADAPTER, KEPT, launcher  # noqa: F401 (a fixture)
 from world import Registry, task_files, until
@@ -75,7 +76,7 @@ def image(folder: Path) -> Path:
 def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, folder: Path):  # noqa: F811
     checkout = bundle(folder)
     publish(hub, checkout / "data")
-    ports = {name: str(free_port()) for name in ("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT")}
+    ports = job_ports()
     with (Registry(folder / "npm", needed("OPENCODE_BIN")) as registry, JobsProxy(hub) as proxy,
           SandboxDouble(hub, proxy, folder / "machines") as sandboxes):
         proxy.strip = {"authorization"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hub_double import HubDouble, hub_environ
+from loopback import job_ports
 from test_launch import CODE, launch, launcher, world  # noqa: F401 (fixtures)
 
 from recipe.config import REPO
@@ -34,14 +34,6 @@ def image_path(tmp_path: Path) -> Path:
     return folder
 
 
-def free_ports() -> dict[str, str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [str(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return dict(zip(("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT"), ports, strict=True))
-
-
 def test_the_job_starts_from_the_downloaded_code_with_python3_alone(
         world: HubDouble, launcher: str, tmp_path: Path, image_path: Path):  # noqa: F811
     world.repo("me/adapter")
@@ -54,7 +46,7 @@ def test_the_job_starts_from_the_downloaded_code_with_python3_alone(
     done = subprocess.run(
         [shell, option, command.replace("/app", str(app))], cwd=tmp_path, text=True, timeout=600,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        env=given | free_ports() | job["spec"]["environment"] | hub_environ(world, tmp_path / "home") | {
+        env=given | job_ports() | job["spec"]["environment"] | hub_environ(world, tmp_path / "home") | {
             "PATH": str(image_path), "HOME": str(tmp_path), "RUN_DIR": str(run), "ENGINE": "cpu"})
     # The double has no task files, so the job ends there, with all of set-up behind it.
     assert done.returncode == 69, done.stdout

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # its loopback ports
 FOLDER = tempfile.mkdtemp(prefix="trackio-tests-")
 os.environ["TRACKIO_DIR"] = FOLDER
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from loopback import job_ports
 
 from recipe.config import REPO
 from recipe.watchdog import session_members
@@ -41,16 +42,6 @@ wait_healthy policy $POLICY_PORT /health 60
 """
 
 
-def free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 class Job:
     """A bash job in `run`; every process it starts carries a mark in its environment."""
 
@@ -58,13 +49,12 @@ class Job:
         self.run, self.mark = run, uuid.uuid4().hex
         script = run.parent / f"job-{self.mark}.sh"
         script.write_text(PRELUDE.format(repo=REPO) + body)
-        ports = dict(zip(("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT"), map(str, free_ports(3)), strict=True))
         inherited = {k: v for k, v in os.environ.items() if k not in ("ENV_PYTHON", "RUN_DIR", "PRESET")}
         self.process = subprocess.Popen(
             ["bash", script], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
             # Tests in the background (`... &`) inherit an ignored SIGINT, and bash cannot trap what it got ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            env=inherited | ports | {"RUN_DIR": str(run), "JOB_MARK": self.mark, "STEP_GRACE": "2",
+            env=inherited | job_ports() | {"RUN_DIR": str(run), "JOB_MARK": self.mark, "STEP_GRACE": "2",
                                      "SERVER_GRACE": "2"} | env)
 
     def members(self) -> list[int]:
