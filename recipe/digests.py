@@ -16,6 +16,12 @@ def of_files(files: Iterable[Path]) -> str:
     return of_hashes({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
 
 
+def of_tree(folder: Path) -> str:
+    """Names all files below `folder` by their paths and contents."""
+    return of_hashes({str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+                      for path in sorted(folder.rglob("*")) if path.is_file()})
+
+
 def of_hashes(hashes: Mapping[str, str]) -> str:
     """The same from file name -> SHA-256 in hexadecimal, as a checkpoint's manifest has it."""
     total = hashlib.sha256()

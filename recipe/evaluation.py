@@ -57,7 +57,7 @@ def _task(folder: Path, ref: Any) -> EvalTask:
         raise InfrastructureError(f"the env server serves task {ref.task_name}, but {folder} does not exist: prepare "
                                   "the tasks into this run folder and start the env server on it") from err
     return EvalTask(ref.task_name, ref.index, str(meta.get("difficulty_tier", "")), str(meta.get("kind", "")),
-                    digests.of_files(sorted(p for p in folder.rglob("*") if p.is_file())))
+                    digests.of_tree(folder))
 
 
 def stratified(tasks: Sequence[EvalTask], n: int) -> list[EvalTask]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from recipe import digests
 from recipe.policy_cpu import admin, errors
 from recipe.policy_cpu.chat import assistant_message
 from recipe.policy_cpu.engine import Completion
@@ -18,6 +20,8 @@ from recipe.policy_cpu.protocol import ChatBody, CompletionBody, DetokenizeBody,
 from recipe.policy_cpu.service import Service
 from recipe.policy_cpu.streaming import stream_chat
 
+CODE = digests.of_files(sorted(Path(__file__).parent.glob("*.py")))
+VERSION = f"cpu {CODE}, torch {torch.__version__}"
 CLIENT_CLOSED = 499  # nobody reads it: the client has gone
 
 
@@ -33,7 +37,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": f"cpu, torch {torch.__version__}"}
+        return {"version": VERSION}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

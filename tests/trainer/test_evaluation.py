@@ -7,11 +7,12 @@ import random
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import eval_watch
-from recipe import checkpoints, protocol, report
+from recipe import checkpoints, evaluation, protocol, report
 from recipe.adapters import FINAL, Adapter, AdapterError, LocalCheckpoints, Spec, adapter_digest, fetch
 from recipe.cells import MadeWith
 from recipe.config import REPO, Settings
@@ -108,6 +109,19 @@ def test_another_model_or_template_is_another_protocol(tmp_path):
     template.write_text(template.read_text() + "{# #}")
     other = describe(settings(MODEL=str(tmp_path / "other/model")), Client)
     assert {k for k in same if same[k] != other[k]} == {"chat_template", "model_revision"}
+
+
+def test_a_task_is_another_one_when_any_of_its_files_is(tmp_path):
+    for path in ("task.toml", "environment/data.csv", "tests/data.csv"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    ref, seen = SimpleNamespace(task_name="a/b", index=0), set()
+    for path in ("tests/data.csv", "environment/data.csv", "tests/data.csv"):
+        seen.add(evaluation._task(tmp_path, ref).digest)
+        with (tmp_path / path).open("a") as file:
+            file.write("1")
+    (tmp_path / "environment/data.csv").rename(tmp_path / "environment/other.csv")
+    assert len(seen | {evaluation._task(tmp_path, ref).digest}) == 4
 
 
 def test_every_pattern_of_the_code_version_names_files():
