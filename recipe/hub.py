@@ -31,6 +31,7 @@ PASSING = {408, 409, 412, 425, 429, 500, 502, 503, 504}  # HTTP statuses that an
 LASTING = {errno.ENOENT, errno.EACCES}  # of this machine's disk, beside a full one
 MAX_FAILED = 3  # checkpoints in a row whose push failed: the run ends
 ATTEMPTS, FIRST_WAIT, LONGEST_WAIT = 7, 5.0, 120.0  # of one push, in all about 5 minutes of waiting
+LONGEST_ASKED = 900.0  # that the Hub is obeyed
 PUSHING = "pushing"  # in the run folder
 Result = TypeVar("Result")
 
@@ -84,7 +85,8 @@ def repeat(call: Callable[[], Result], repo: str, what: str, stop: threading.Eve
             if attempt == attempts or stop.is_set():
                 raise HubError(f"{what}: still failing after {attempt} attempts. {explain(err, repo)}") from err
             asked = getattr(getattr(err, "response", None), "headers", {}).get("Retry-After", "")
-            wait = min(LONGEST_WAIT, float(asked) if asked.isdigit() else FIRST_WAIT * 2 ** (attempt - 1))
+            wait = (min(LONGEST_ASKED, float(asked)) if asked.isdigit() else
+                    min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1)))
             print(f"{what}: attempt {attempt} of {attempts} failed, the next follows in {wait:g} s. "
                   f"{explain(err, repo)}", flush=True)
             stop.wait(wait)

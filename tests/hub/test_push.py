@@ -221,6 +221,23 @@ def test_a_whole_checkpoint_is_not_written_again_while_it_may_be_pushed(settings
     assert saves == ([] if there else ["written", "told"])
 
 
+@pytest.mark.parametrize(("asked", "waits"), [("300", 300), ("86400", 900), ("", 0.01), ("Wed, 21 Oct 2026", 0.01)])
+def test_the_hub_is_obeyed_within_reason(asked, waits):
+    class Clock(threading.Event):
+        def wait(self, timeout=None):
+            waited.append(timeout)
+
+    def limited():
+        err = RuntimeError("limit")
+        err.response = SimpleNamespace(status_code=429, headers={"Retry-After": asked})
+        raise err
+
+    waited: list[float] = []
+    with pytest.raises(HubError):
+        recipe_hub.repeat(limited, REPO, "asking", Clock(), attempts=2)
+    assert waited == [waits]
+
+
 # -- full disks ------------------------------------------------------------------------------------------------------
 def test_a_download_that_fills_the_disk_loses_nothing(hub, pusher, settings, tmp_path, small_disk):
     pusher.open()
