@@ -68,10 +68,10 @@ def almost(name: str, known: Iterable[str]) -> str | None:
     """The name in `known` that `name` is most likely a slip for; None where it is none, or one of another program.
 
     A known name with a prefix or suffix of words (UV_CACHE_DIR, TRACKIO_SPACE_ID) is another program's own, and of
-    short names only those count that differ by an underscore or a plural (MODE is no slip for MODEL).
+    short names only those count that differ by underscores, case or a plural (MODE is no slip for MODEL).
     """
     def plain(text: str) -> str:
-        return text.replace("_", "").rstrip("S")
+        return text.upper().replace("_", "").rstrip("S")
 
     known = list(known)
     if name in known:

@@ -44,8 +44,7 @@ def held_out_tasks(settings: Settings) -> list[EvalTask]:
     try:
         served = served_tasks(settings.env_url, SPLIT)
     except OSError as err:
-        raise InfrastructureError(f"the env server at {settings.env_url} does not answer ({err}): start it with "
-                                  "bash serve_env.sh, or evaluate with bash run_eval.sh, which does") from err
+        raise InfrastructureError(f"{err}, or evaluate with bash run_eval.sh, which does") from err
     tasks = [_task(settings.run_path / "tasks" / SPLIT / ref.task_name.rsplit("/", 1)[-1], ref) for ref in served]
     return stratified(tasks, settings.n_tasks)
 

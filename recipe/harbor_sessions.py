@@ -264,8 +264,9 @@ def served_tasks(env_url: str, split: str) -> list[HarborTaskRef]:
                 raise LookupError(f"{env_url} serves the splits {sorted(served)}, not {split!r}")
             return [ref for start in range(0, served[split], PAGE)
                     for ref in env.get_task_range(split, start, min(start + PAGE, served[split]))]
-    except httpx.HTTPError as err:
-        raise ConnectionError(str(err)) from err
+    except (httpx.HTTPError, OSError) as err:
+        raise ConnectionError(f"the env server at {env_url} does not answer ({err}): start it with bash serve_env.sh"
+                              ) from err
 
 
 def run_eval_rollout(settings: Settings, split: str, index: int, model: str) -> EvalRollout:

@@ -13,6 +13,7 @@ from recipe.cells import InfrastructureError
 from recipe.checkpoints import MANIFEST, damage
 from recipe.config import REPO, Settings
 from recipe.evaluation import held_out_tasks
+from recipe.harbor_sessions import served_tasks
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", "null", '{"files": []}', '{"step": 4}'])
@@ -29,6 +30,8 @@ def test_an_env_server_that_is_not_there_is_named():
         settings = dataclasses.replace(Settings.load({"PRESET": "local"}), env_port=closed.getsockname()[1])
         with pytest.raises(InfrastructureError, match="does not answer .* start it with bash serve_env.sh"):
             held_out_tasks(settings)
+        with pytest.raises(ConnectionError, match=f"{settings.env_url} does not answer .* bash serve_env.sh"):
+            served_tasks(settings.env_url, "train")  # as the training asks
 
 
 def test_a_job_whose_disk_is_gone_at_its_end_needs_a_repository(tmp_path):
