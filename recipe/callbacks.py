@@ -7,17 +7,19 @@ import math
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations import TrackioCallback
 from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from recipe import sandbox_costs, watchdog
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
+from recipe.redact import Redactor, stored_token
 from recipe.rewards import solved
 
 TRACE_INTERVAL = 10  # steps between two groups whose conversations go to trackio
@@ -137,7 +139,7 @@ class MetricsCallback(TrainerCallback):
         if alarm and self.ratio_stop:
             raise RatioOutside(alarm)
         if state.global_step % TRACE_INTERVAL == 1:
-            group = self.trainer._rollout_dataset.last_group
+            group = without_secrets(self.trainer._rollout_dataset.last_group)  # Trackio may be a Space that others see
             log_rollout_traces(group, state.global_step, args.report_to, max_traces=args.num_generations)
 
     def record(self, step: int, max_steps: int, logs: dict[str, Any]) -> dict[str, Any]:
@@ -175,6 +177,13 @@ class MetricsCallback(TrainerCallback):
             "fresh_ratio_min": min(ratios, default=None), "fresh_ratio_max": max(ratios, default=None),
             "fresh_rows_outside": sum(not RATIO_BAND[0] <= ratio <= RATIO_BAND[1] for ratio in ratios),
         })
+
+
+def without_secrets(samples: Iterable[RolloutSample]) -> list[RolloutSample]:
+    """The samples with conversations that somebody else may read."""
+    clean = Redactor(stored_token())
+    return [replace(sample, prompt=clean.deep(sample.prompt), completion=clean.deep(sample.completion))
+            for sample in samples]
 
 
 def line(r: dict[str, Any]) -> str:

@@ -149,7 +149,7 @@ class Settings:
     sandbox_starts: int = knob(3, "SANDBOX_STARTS", "attempts to start the HF Sandbox of a rollout", "attempts",
                                at_least(1))
     sandbox_namespace: str = knob("", "SANDBOX_NAMESPACE", "user or organisation that HF Sandboxes are billed to; "
-                                  "empty is the owner of HF_TOKEN")
+                                  "empty is the owner of HF_TOKEN, launch.py names that of the job")
     keep_sandbox: bool = knob(False, "KEEP_SANDBOX", "keep the folders of finished local sandboxes")
     keep_trials: str = knob("lean", "KEEP_TRIALS", "files of a finished rollout: lean is all but the agent's database, "
                             "which is over 1 MB each", check=one_of("lean", "full"))

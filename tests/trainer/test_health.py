@@ -6,7 +6,9 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from recipe import callbacks
 from recipe.callbacks import MetricsCallback
 from recipe.health import (
     RATIO_STEPS,
@@ -84,6 +86,21 @@ def test_a_solution_that_took_too_many_calls_counts_as_correct(tmp_path):
         metrics.durations.append(1.0)
         found[recipe] = metrics.record(1, 2, {})["correct"]
     assert found == {"deepcoder": 3, "smoldataenvs": 1}
+
+
+def test_conversations_reach_trackio_without_secrets(tmp_path, monkeypatch):
+    said = [{"role": "assistant", "content": f"It is {'hf_' + 'a1' * 12}.", "tool_calls": [{"id": 1}]}]
+    group = [RolloutSample([{"role": "user", "content": "Say it."}], said, [1], [1], [0.0], 0.5, 1, 2, {"reward": 1.0})]
+    sent = []
+    monkeypatch.setattr(callbacks, "log_rollout_traces", lambda samples, *_, **__: sent.extend(samples))
+    metrics = MetricsCallback(tmp_path / "metrics.jsonl")
+    metrics.trainer = SimpleNamespace(group_health=[row()],
+                                      _rollout_dataset=SimpleNamespace(skipped={}, last_group=group))
+    metrics.on_log(SimpleNamespace(report_to=["trackio"], num_generations=1), SimpleNamespace(
+        global_step=1, max_steps=9), None, logs={"loss": 0.1})
+    (sample,) = sent
+    assert sample.completion == [said[0] | {"content": "It is [Hugging Face token removed]."}]
+    assert (sample.prompt, sample.metrics) == (group[0].prompt, group[0].metrics)
 
 
 @pytest.mark.parametrize("stop", [False, True])
