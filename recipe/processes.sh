@@ -7,7 +7,7 @@
 # recipe/job.sh.
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
-STEP_GRACE=${STEP_GRACE:-30} # seconds between SIGTERM and SIGKILL of a step: the trainer saves a checkpoint
+STEP_GRACE=${STEP_GRACE:-60} # seconds between SIGTERM and SIGKILL of a step: the trainer ends a group and saves it
 PUSH_GRACE=${PUSH_GRACE:-300} # further seconds for a step that has only a push to the Hub left (recipe/hub.py)
 SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
 
