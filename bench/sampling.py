@@ -40,14 +40,25 @@ def prompts(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[in
     return [common + [rng.randrange(100, vocabulary) for _ in range(tokens - len(common))] for _ in range(count)]
 
 
-def one(server: Server, prompt: list[int], tokens: int) -> tuple[float, float, int]:
-    """(seconds to the first token, seconds in all, chunks) of one request."""
+def one(server: Server, prompt: list[int], tokens: int) -> tuple[float, list[float]]:
+    """(seconds to the first token, arrival of each chunk) of one request."""
     began = time.monotonic()
     times = list(stream_tokens(server.url, server.model, prompt, tokens, logprobs=0, return_token_ids=True))
-    return times[0] - began, times[-1] - began, len(times)
+    return times[0] - began, times
 
 
-def measure(server: Server, at_once: int, args: Any, vocabulary: int, seed: int) -> dict[str, float]:
+def decoding(arrivals: list[list[float]], tokens: int) -> float | None:
+    """Tokens a second while all requests decode: after the last one's first chunk, before the first one's last.
+
+    None where no such time was. `tokens`: of each request; a chunk may hold several.
+    """
+    begin, end = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+    if end <= begin:
+        return None
+    return sum(tokens / len(times) * sum(begin < at <= end for at in times) for times in arrivals) / (end - begin)
+
+
+def measure(server: Server, at_once: int, args: Any, vocabulary: int, seed: int) -> dict[str, Any]:
     asked = prompts(at_once, args.prompt, vocabulary, seed)
     with ThreadPoolExecutor(at_once) as pool:
         began = time.monotonic()
@@ -58,9 +69,8 @@ def measure(server: Server, at_once: int, args: Any, vocabulary: int, seed: int)
         again = list(pool.map(lambda p: one(server, p, args.tokens), longer))
         second = time.monotonic() - began
     first = sorted(d[0] for d in done)
-    # once every prompt is in, what is left is decoding at full concurrency
-    decode = args.tokens * at_once / max(wall - first[-1], 1e-9)
-    return {"wall": wall, "ttft": first[len(first) // 2], "second_wall": second, "decode": decode,
+    return {"wall": wall, "ttft": first[len(first) // 2], "second_wall": second,
+            "decode": decoding([d[1] for d in done], args.tokens),
             "second_ttft": sorted(d[0] for d in again)[len(again) // 2]}
 
 
@@ -96,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
                     prefill = at_once * args.prompt * weights / limits["bf16_flops"]  # 2 FLOPs, 2 bytes a weight
                     rows.append({"variant": variant, "at once": at_once, "s": round(found["wall"], 2),
                                  "tokens/s": round(at_once * args.tokens / found["wall"]),
-                                 "decoding tokens/s": round(found["decode"]),
+                                 "decoding tokens/s": found["decode"] and round(found["decode"]),
                                  "decoding limit tokens/s": round(at_once / step),
                                  "first token s": round(found["ttft"], 2), "prefill limit s": round(prefill, 2),
                                  "second turn s": round(found["second_wall"], 2),

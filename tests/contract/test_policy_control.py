@@ -241,7 +241,10 @@ def test_adapter_refusals(adapter_server, tmp_path):
         return adapter_server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
 
     assert error_of(load("a", str(tmp_path / "nothing-here")), 404)["type"] == "NotFoundError"
-    assert error_of(load(adapter_server.model, str(tmp_path)), 400)["type"] == "InvalidUserInput"
+    # vLLM 0.26 does not look at the name first and finds no adapter in the folder
+    old = adapter_server.get("/version").json()["version"].startswith("0.26.")
+    error = error_of(load(adapter_server.model, str(tmp_path)), 404 if old else 400)
+    assert error["type"] == ("NotFoundError" if old else "InvalidUserInput")
     assert error_of(load("", str(tmp_path)), 400)["type"] == "InvalidUserInput"
     error_of(adapter_server.post("/v1/load_lora_adapter", {"lora_name": "a"}), 400)
     error_of(adapter_server.post("/v1/unload_lora_adapter", {"lora_name": "a"}), 404)

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.common import table
 from bench.loop import figures
 from bench.model import make_config
+from bench.sampling import decoding
 from bench.train_step import TRAINED, flops, plain_inputs
 from bench.weight_sync import InFlight, wrong_parameters
 from recipe.vllm_weights import checksum
@@ -66,6 +67,13 @@ def test_adapters_compute_the_same_without_an_fp32_copy_of_their_input():
     assert all(torch.equal(a, b) for a, b in zip(copied, run(), strict=True))
     with pytest.raises(RuntimeError, match="dtype"):  # without autocast nobody casts any more
         model(input_ids=ids, use_cache=False)
+
+
+def test_decoding_is_measured_while_all_requests_decode():
+    """One has its prompt done a second late; the other, alone so far, has sampled half of its tokens by then."""
+    early, late = [i / 10 for i in range(21)], [1 + i / 20 for i in range(21)]
+    assert decoding([early, late], 21) == pytest.approx(10 + 20)
+    assert decoding([early, [3.0, 3.1]], 21) is None, "they were never at it together"
 
 
 def test_gap_is_the_longest_silence_that_touches_the_sync():
