@@ -53,14 +53,17 @@ beat tasks
 FOLLOW='^\[tasks\]' run_step tasks "$TRAINER_PYTHON" prepare_tasks.py
 
 trained=$RUN_DIR/trained
-if [[ -e $trained && $(<"$trained") == "$MAX_STEPS" ]]; then
-  step train "already trained for $MAX_STEPS steps in this run folder; going on with the evaluation"
+is_trained() { [[ -e $trained && $(<"$trained") == "$MAX_STEPS" ]]; }
+if ! is_trained; then
+  step resume "looking for the checkpoint to go on from${ADAPTER_REPO:+ in $ADAPTER_REPO}"
+  beat resume
+  FOLLOW=. run_step resume "$TRAINER_PYTHON" -m recipe.resume # notes in $trained when a checkpoint has all steps
+fi
+if is_trained; then
+  step train "already trained for $MAX_STEPS steps; going on with the evaluation"
   start_policy eval
   start_env
 else
-  step resume "looking for the checkpoint to go on from${ADAPTER_REPO:+ in $ADAPTER_REPO}"
-  beat resume
-  FOLLOW=. run_step resume "$TRAINER_PYTHON" -m recipe.resume
   start_policy train
   start_env
   step train "training for $MAX_STEPS steps (log $LOGS/train.log)"

@@ -3,6 +3,7 @@
     RUN_DIR=runs/a python -m recipe.resume      # finds and fetches it, trains nothing; run_job.sh does so first
 
 So a token without write rights, a repository of another run and changed settings are told before a server is started.
+A checkpoint that has all steps becomes the final adapter or model, and RUN_DIR/trained says so.
 Exit codes: 0 ok; 64 wrong settings, a checkpoint of other settings, or the Hub refuses; 69 it can't be reached.
 """
 
@@ -16,6 +17,7 @@ from recipe import checkpoints, hub, resume_command
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 from recipe.hub import CheckpointPusher
+from recipe.watchdog import write_atomic
 
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -89,8 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     except hub.HubError as err:
         print(f"nothing was started: {err}", file=sys.stderr)
         return EXIT_USAGE if err.refused else EXIT_UNAVAILABLE
-    if checkpoint:
-        print(all_steps(checkpoint, settings) or f"the training goes on from {checkpoint.name}", flush=True)
+    if checkpoint and (done := all_steps(checkpoint, settings)):
+        adopt(checkpoint, settings.final_path)
+        write_atomic(settings.run_path / "trained", f"{settings.max_steps}\n")  # run_job.sh goes on with the evaluation
+        print(f"{done}. It is the final {settings.final_path.name}", flush=True)
+    elif checkpoint:
+        print(f"the training goes on from {checkpoint.name}", flush=True)
     else:
         print("the training begins at the base model", flush=True)
     return 0

@@ -157,6 +157,8 @@ def test_what_a_job_would_begin_with_is_found_before_any_server(hub: HubDouble, 
     code, text = look("b", MAX_STEPS="150")
     assert code == 0 and "goes on" not in text
     assert "checkpoint-200 has all 150 steps that MAX_STEPS asks for" in text and "set MAX_STEPS above 200" in text
+    assert (tmp_path / "b/trained").read_text() == "150\n", "run_job.sh starts no policy server to train with"
+    assert (tmp_path / "b/adapter/adapter_model.safetensors").read_bytes() == b"adapter 200"
     code, text = look("c", LORA_R="8")
     assert code == 64 and "LORA_R: 32 in the checkpoint, 8 now" in text
     code, text = look("c", RESUME="never")
