@@ -24,7 +24,7 @@ from typing import Any
 import requests
 
 from recipe.config import REPO
-from recipe.exits import EXIT_UNAVAILABLE, Parser
+from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, Parser
 
 RESULTS = REPO / "bench" / "results"
 PACKAGES = ("torch", "vllm", "transformers", "trl", "peft", "accelerate")
@@ -135,13 +135,21 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.file = log.open("wb")
         self.started = time.monotonic()
+        # a time limit that ends the benchmark must not leave the server on the card
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
         self.process = subprocess.Popen(["bash", "serve_policy.sh", "--mode", mode], cwd=REPO, env=environ,
                                         stdout=self.file, stderr=subprocess.STDOUT, start_new_session=True)
 
     def __enter__(self) -> Server:
+        try:
+            return self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _wait(self) -> Server:
         while True:
             if self.process.poll() is not None or time.monotonic() - self.started > self.limit:
-                self.__exit__()
                 print(f"the policy server did not start; the end of {self.log}:\n"
                       + self.log.read_text(errors="replace")[-4000:], file=sys.stderr)
                 sys.exit(EXIT_UNAVAILABLE)

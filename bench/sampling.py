@@ -20,6 +20,7 @@ from typing import Any
 
 from bench.common import Server, card_limits, parser, report, require_gpu, stream_tokens
 from bench.model import make_model
+from recipe.exits import EXIT_TERMINATED
 
 # serve_policy.sh's own command, and one flag changed at a time
 VARIANTS: dict[str, dict[str, str]] = {
@@ -114,6 +115,8 @@ def main(argv: list[str] | None = None) -> int:
                                  "server start s": round(server.start_seconds)})
                     print(rows[-1], flush=True)
         except SystemExit as err:
+            if err.code == EXIT_TERMINATED:
+                raise
             failed[variant] = f"the server did not start ({err.code}), see /tmp/bench-sampling-{variant}.log"
     if not rows:
         print(failed, file=sys.stderr)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch
 from lfm2_small import small_model
@@ -14,6 +21,7 @@ from bench.model import make_config
 from bench.sampling import decoding
 from bench.train_step import TRAINED, flops, plain_inputs
 from bench.weight_sync import InFlight, wrong_parameters
+from recipe.config import REPO
 from recipe.vllm_weights import checksum
 from recipe.weight_sync import merged_parameters
 
@@ -67,6 +75,33 @@ def test_adapters_compute_the_same_without_an_fp32_copy_of_their_input():
     assert all(torch.equal(a, b) for a, b in zip(copied, run(), strict=True))
     with pytest.raises(RuntimeError, match="dtype"):  # without autocast nobody casts any more
         model(input_ids=ids, use_cache=False)
+
+
+def test_a_benchmark_that_is_ended_takes_its_server_along(tmp_path):
+    log = tmp_path / "server.log"
+    code = f"""
+import subprocess
+from pathlib import Path
+from bench import common
+popen = subprocess.Popen
+subprocess.Popen = lambda _, **kwargs: popen(["bash", "-c", "echo $$; sleep 300"], **kwargs)
+with common.Server(Path("model"), 9, Path({str(log)!r})):
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO)
+    try:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text().strip()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 143
+        with pytest.raises(ProcessLookupError):
+            os.killpg(int(log.read_text()), 0)
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, ValueError):
+            os.killpg(int(log.read_text()), signal.SIGKILL)
 
 
 def test_decoding_is_measured_while_all_requests_decode():
