@@ -160,7 +160,8 @@ def test_the_resume_command_fits_the_preset(start):
 def test_a_job_that_was_started_elsewhere_is_resumed_from_anywhere(start, tmp_path):
     script = PRELUDE.format(repo=REPO).splitlines()
     elsewhere = subprocess.run(["bash", "-c", "cd /; " + "\n".join(script) + "\ndie 69 \"$RESUME_WITH\""], text=True,
-                               capture_output=True, env=os.environ | {"RUN_DIR": str(tmp_path / "run")}, timeout=60)
+                               capture_output=True, env=os.environ | job_ports() | {"RUN_DIR": str(tmp_path / "run")},
+                               timeout=60)
     assert elsewhere.stderr.rstrip().endswith(f"bash {REPO}/test_job.sh --local"), elsewhere.stderr
 
 
