@@ -12,6 +12,7 @@ from env_server_process import EnvServer
 from header_proxy import HeaderProxy
 from openenv.core.harness import TrainableSession
 from scripted_engine import Reply, ScriptedEngine, bash_then_answer, encode, tool_results
+from trl.experimental.async_grpo.async_rollout_worker import _chain_to_sequences
 from trl.experimental.async_grpo.openenv_harness import _tool_call_counts_by_name, _turns_from_training_trace
 
 from recipe import sandbox_files
@@ -99,6 +100,26 @@ def test_right_answer_gives_reward_and_the_sampled_tokens(server, engine: Script
     size = sum(path.stat().st_size for path in trial.rglob("*") if path.is_file())
     assert size < 300_000, "the agent's database stayed"
     assert_nothing_left(server)
+
+
+AWKWARD = """"[1]", '\\n' it's # (
+\t{'a': 1} \\\\ $(id) é ]), x=1
+"""
+
+
+def test_awkward_arguments_reach_the_tool_and_come_back_token_by_token(engine: ScriptedEngine, factory, tasks):
+    """Quotes, brackets, line breaks and backslashes of a heredoc: the agent's shell sees them, and the next prompt
+    begins with the tokens that were sampled, so that both turns are one row."""
+    engine.script = bash_then_answer(f"cat <<'EOF'\n{AWKWARD}EOF")
+    session = session_for(factory, tasks[0])
+    session.wait_for_completion()
+    first, last = session.fetch_training_trace().turns
+    session.close()
+    assert [text.strip() for text in tool_results(engine.agent_requests()[-1])] == [AWKWARD.strip()]
+    held, end = first.prompt_token_ids + first.completion_token_ids, encode("<|im_end|>")
+    assert held[-len(end):] == end and last.prompt_token_ids[:len(held)] == held
+    rows, tally = _chain_to_sequences(_turns_from_training_trace(session.fetch_training_trace()), "rollout", 0)
+    assert len(rows) == 1 and tally["fork"] == 0
 
 
 def test_wrong_answer_is_graded_zero(engine: ScriptedEngine, factory, tasks):
