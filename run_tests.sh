@@ -3,7 +3,7 @@
 # tests against a double of the Hub, the contract tests of the policy server and the end-to-end tests with the real
 # OpenCode, proxy, Harbor and TRL.
 #
-#   bash run_tests.sh                 everything, three groups at a time
+#   bash run_tests.sh                 everything, two groups at a time
 #   bash run_tests.sh trainer         one or more of: lint trainer hub jobs env contract e2e
 #                                     (hub is the quick tests of tests/hub, jobs its whole jobs, the slow ones)
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
@@ -110,9 +110,9 @@ if ((${#groups[@]} == 1)); then
   printf '\n=== %s\n' "${groups[0]}"
   run_group "${groups[0]}" "${pytest_args[@]}"
 else
-  setup_say "running ${groups[*]}, three at a time; each is shown when it has ended"
-  set -m # a process group a lane; tests wait for a server or a time-out so often that two cores serve three lanes
-  for _ in 1 2 3; do run_lane & done
+  setup_say "running ${groups[*]}, two at a time; each is shown when it has ended"
+  set -m # a process group a lane
+  for _ in 1 2; do run_lane & done # as many as cores: a third made each group half as slow again
   set +m
   wait
 fi

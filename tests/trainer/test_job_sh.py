@@ -147,11 +147,11 @@ def test_a_push_has_its_own_time_without_servers_and_is_named_when_that_is_too_s
 
 
 def test_the_resume_command_fits_the_preset(start):
-    code, output = start("run_step tasks false\n", PRESET="job", HF_TOKEN="hf_x").end()
+    code, output = start("run_step tasks false\n", PRESET="job", HF_TOKEN="hf_x", CACHE_DIR="").end()
     again = r"Resume with: RUN_DIR=\S+ (\w+_PORT=\d+ ){3}bash test_job.sh$"
     assert code == 69 and re.search(again, output, re.M), output
     code, output = start("run_step tasks bash -c 'echo \"again: $RESUME_WITH\"; false'\n", RECIPE="deepcoder",
-                         MAX_STEPS="3", ENGINE="cpu").end()
+                         MAX_STEPS="3", ENGINE="cpu", CACHE_DIR="").end()
     again = r"RUN_DIR=\S+ RECIPE=deepcoder MAX_STEPS=3 (\w+_PORT=\d+ ){3}bash test_job.sh --local$"
     assert re.search("Resume with: " + again, output, re.M), output
     assert re.search("again: " + again, output, re.M), "what the job starts prints the same one"
