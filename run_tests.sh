@@ -3,11 +3,12 @@
 # tests against a double of the Hub, the contract tests of the policy server and the end-to-end tests with the real
 # OpenCode, proxy, Harbor and TRL.
 #
-#   bash run_tests.sh                 everything, two groups at a time
-#   bash run_tests.sh trainer         one or more of: lint trainer hub jobs env contract e2e
-#                                     (hub is the quick tests of tests/hub, jobs its whole jobs, the slow ones)
+#   bash run_tests.sh                 all groups but the last two, two at a time
+#   bash run_tests.sh trainer         one or more of: lint trainer hub env contract e2e
 #   bash run_tests.sh trainer -k ratio   what follows the groups goes to pytest
-#   bash run_tests.sh gpu             on a machine with a GPU and vLLM; not among "everything"
+#   bash run_tests.sh long            jobs of minutes each: the second recipe's, and
+#                                     training and watcher that are killed at random moments (6 minutes)
+#   bash run_tests.sh gpu             on a machine with a GPU and vLLM
 #
 # Exit codes: 0 all passed, 1 something failed, 64 wrong usage, 69 set-up failed.
 set -euo pipefail
@@ -20,8 +21,8 @@ case ${1:-} in -h | --help) usage run_tests.sh; exit 0 ;; esac
 groups=()
 while (($#)) && [[ $1 != -* ]]; do
   case $1 in
-    lint | trainer | hub | jobs | env | contract | e2e | gpu) groups+=("$1") ;;
-    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, jobs, env, contract, e2e, gpu)" >&2; exit 64 ;;
+    lint | trainer | hub | env | contract | e2e | long | gpu) groups+=("$1") ;;
+    *) echo "run_tests.sh: no test group is called $1 (lint, trainer, hub, env, contract, e2e, long, gpu)" >&2; exit 64 ;;
   esac
   shift
 done
@@ -29,7 +30,7 @@ if ((${#groups[@]} == 0 && $#)); then
   echo "run_tests.sh: $1 goes to pytest: name the groups before it, for example: bash run_tests.sh trainer $1" >&2
   exit 64
 fi
-((${#groups[@]})) || groups=(lint trainer hub jobs env contract e2e)
+((${#groups[@]})) || groups=(lint trainer hub env contract e2e)
 
 # Settings of the caller's shell would change what is tested; the tests set their own.
 unset PRESET RECIPE MODEL MAX_STEPS N_TASKS SANDBOX RUN_DIR ADAPTER_REPO ENGINE HF_TOKEN
@@ -71,8 +72,8 @@ run_group() {
       "$tools/shellcheck" -x ./*.sh recipe/*.sh .ci/run || code=1
       ;;
     env) "$ENV_PYTHON" -m pytest tests/env "$@" || code=1 ;;
-    hub) "$TRAINER_PYTHON" -m pytest tests/hub -m "not slow" "$@" || code=1 ;;
-    jobs) "$TRAINER_PYTHON" -m pytest tests/hub -m slow "$@" || code=1 ;;
+    hub) "$TRAINER_PYTHON" -m pytest tests/hub -m "not long" "$@" || code=1 ;;
+    long) "$TRAINER_PYTHON" -m pytest tests/hub -m long "$@" || code=1 ;;
     *) "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" || code=1 ;;
   esac
   if ((code)); then touch "$scratch/failed-$group"; fi
@@ -81,7 +82,7 @@ run_group() {
 # run_lane: takes one group after the other, longest first, until all are taken; shows the output of each at its end.
 run_lane() {
   local group
-  for group in lint jobs trainer e2e hub env contract gpu; do
+  for group in lint hub trainer long e2e env contract gpu; do
     if [[ " ${groups[*]} " != *" $group "* ]] || ! mkdir "$scratch/taken-$group" 2>/dev/null; then continue; fi
     run_group "$group" "${pytest_args[@]}" >"$scratch/$group.log" 2>&1
     {

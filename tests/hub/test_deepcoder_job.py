@@ -20,7 +20,7 @@ from recipe.sandbox_files import marked_processes
 STEPS, GROUP, HELD_OUT, LIMIT_S = 3, 2, 1, 1800
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_second_recipe_runs_to_its_evaluation(hub: HubDouble, folder: Path):
     from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from kill_often import Campaign, Trainer, Violation
 SEED = 5  # the kill comes behind the second of three steps, and the next life has an empty disk
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kill_loses_no_step_and_no_task(hub: HubDouble, tmp_path: Path, monkeypatch):
     import torch
     from lfm2_small import small_model

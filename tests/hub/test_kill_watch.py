@@ -9,7 +9,7 @@ from hub_double import HubDouble
 from kill_watch import SideBySide
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_curve_appears_beside_the_training_and_a_kill_changes_nothing(hub: HubDouble, folder: Path):
     both = SideBySide(hub, folder, steps=2, tasks=1, seed=1)
     both.run(kills=1)
