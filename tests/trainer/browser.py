@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
@@ -37,7 +38,8 @@ class Browser:
     def __enter__(self) -> Browser:
         self.process = subprocess.Popen(
             [binary(), "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-             f"--user-data-dir={self.profile}", "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+             f"--user-data-dir={self.profile}", "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True)
         port_file, until = self.profile / "DevToolsActivePort", time.monotonic() + PATIENCE
         while not (port_file.exists() and port_file.read_text().count("\n")):
             assert self.process.poll() is None and time.monotonic() < until, "Chromium did not start"
@@ -53,7 +55,7 @@ class Browser:
 
     def __exit__(self, *_: Any) -> None:
         self.connection.__exit__(None, None, None)
-        self.process.terminate()
+        os.killpg(self.process.pid, signal.SIGKILL)  # what was started may be a script around the browser
         self.process.wait(PATIENCE)
 
     def call(self, method: str, until: str = "", **params: Any) -> dict[str, Any]:
