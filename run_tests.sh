@@ -74,16 +74,19 @@ run_group() {
     env) "$ENV_PYTHON" -m pytest tests/env "$@" || code=1 ;;
     hub) "$TRAINER_PYTHON" -m pytest tests/hub -m "not long" "$@" || code=1 ;;
     long) "$TRAINER_PYTHON" -m pytest tests/hub -m long "$@" || code=1 ;;
+    e2e-rollouts) "$TRAINER_PYTHON" -m pytest tests/e2e --ignore-glob="*eval*" "$@" || code=1 ;;
+    e2e-eval) "$TRAINER_PYTHON" -m pytest tests/e2e/test_*eval*.py "$@" || code=1 ;;
     *) "$TRAINER_PYTHON" -m pytest "tests/$group" "$@" || code=1 ;;
   esac
-  if ((code)); then touch "$scratch/failed-$group"; fi
+  if ((code)); then touch "$scratch/failed-${group%%-*}"; fi
 }
 
 # run_lane: takes one group after the other, longest first, until all are taken; shows the output of each at its end.
+# The end-to-end tests are cut in two so that both lanes end at about the same time.
 run_lane() {
   local group
-  for group in lint hub trainer long e2e env contract gpu; do
-    if [[ " ${groups[*]} " != *" $group "* ]] || ! mkdir "$scratch/taken-$group" 2>/dev/null; then continue; fi
+  for group in lint hub trainer long e2e-rollouts e2e-eval env contract gpu; do
+    if [[ " ${groups[*]} " != *" ${group%%-*} "* ]] || ! mkdir "$scratch/taken-$group" 2>/dev/null; then continue; fi
     run_group "$group" "${pytest_args[@]}" >"$scratch/$group.log" 2>&1
     {
       flock 9
