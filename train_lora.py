@@ -223,7 +223,7 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     gpu = torch.cuda.is_available()
     if not gpu:
         # The engine and the agents need the other half; threads that wait for a busy core spin and slow all of them.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     sessions = sessions or HarborSessionFactory.from_settings(settings, "train")
     tokenizer = lfm2.load_tokenizer(settings)
     dataset = task_dataset(settings, sessions)
