@@ -140,7 +140,7 @@ def run(settings: Settings) -> int:
             forwarder.stop()
         sweep_sandboxes(settings, fleet)
         if fleet:
-            fleet.count()
+            fleet.costs.ended()
         if fleet and (totals := sandbox_costs.read(settings.run_path)):
             say(sandbox_costs.line(totals))
 

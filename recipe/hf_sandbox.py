@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, override
@@ -35,7 +35,7 @@ LASTING = {401, 402, 403}  # HTTP statuses that no further attempt changes: toke
 
 @dataclass
 class Fleet:
-    """What all sandboxes of one env server share. Its methods but `create` and `end` belong to the event loop."""
+    """What all sandboxes of one env server share. `start`, `create` and `end` block; the rest is the event loop's."""
 
     api: Any
     namespace: str
@@ -47,28 +47,33 @@ class Fleet:
     costs: Costs
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     cool: float = COOL_S
-    live: dict[str, float] = field(default_factory=dict)  # id -> when its start began, monotonic
+
+    def start(self, image: str) -> Sandbox:
+        """`create`, counted whatever becomes of it and of who asked for it."""
+        attempt = f"start-{secrets.token_hex(8)}"
+        self.costs.begins(attempt)
+        try:
+            sandbox = self.create(image)
+        except BaseException:
+            self.costs.ended(attempt)
+            raise
+        self.costs.ready(attempt, sandbox.id)
+        return sandbox
 
     def create(self, image: str) -> Sandbox:
-        """One attempt; blocks. No token goes in: the sandbox runs what a model writes."""
+        """One attempt. No token goes in: the sandbox runs what a model writes."""
         return Sandbox.create(image=image, flavor=self.flavor, idle_timeout=self.idle_limit, labels=self.labels,
                               namespace=self.namespace, forward_hf_token=False, start_timeout=START_LIMIT_S)
 
     def end(self, sandbox: Sandbox) -> None:
-        """Cancels the sandbox's Job and counts its minutes; blocks. What can't be cancelled is left to the sweep."""
+        """Cancels the sandbox's Job and counts its minutes. What can't be cancelled is left to the sweep."""
         try:
             hf_sandbox_jobs.cancel(self.api, self.namespace, sandbox.id)
         except hub.HubError as err:
             print(f"[env] WARN {err} It is cancelled when the run ends, or ends when idle.", flush=True)
         finally:
             sandbox.close()
-            self.count(sandbox.id)
-
-    def count(self, *job_ids: str) -> None:
-        """Counts sandboxes that have ended, each once; without ids all that live, for the end of the server."""
-        for job_id in job_ids or [*self.live]:
-            if (began := self.live.pop(job_id, None)) is not None:
-                self.costs.ended(time.monotonic() - began)
+            self.costs.ended(sandbox.id)
 
     def noted(self, started: bool, why: str = "", lasting: bool = False) -> None:
         """The outcome of one attempt; may close the gate, for longer each time it has to."""
@@ -101,8 +106,6 @@ def use(fleet: Fleet) -> None:
 class PinnedHFSandbox(HFSandboxEnvironment):
     """Harbor's HF Sandbox under a Fleet."""
 
-    _began = 0.0
-
     @override
     async def start(self, force_build: bool) -> None:
         assert _fleet is not None, "recipe.hf_sandbox.use() comes first"
@@ -119,12 +122,10 @@ class PinnedHFSandbox(HFSandboxEnvironment):
     async def _started(self, fleet: Fleet) -> Sandbox:
         """A ready sandbox. Raises what the last attempt raised."""
         for attempt in range(1, fleet.attempts + 1):
-            self._began = time.monotonic()
             try:
                 sandbox = await self._create(fleet)
             except Exception as err:
                 lasting = hub.status_of(err) in LASTING
-                fleet.costs.ended(time.monotonic() - self._began, started=False)
                 fleet.noted(False, hub.explain(err, fleet.namespace), lasting)
                 if lasting or attempt == fleet.attempts or fleet.gate.reason(CAUSE):
                     raise
@@ -137,13 +138,11 @@ class PinnedHFSandbox(HFSandboxEnvironment):
         raise AssertionError("unreachable")
 
     async def _create(self, fleet: Fleet) -> Sandbox:
-        """Fleet.create in a thread. A thread can't be cancelled: when its caller is, the sandbox ends once made."""
+        """Fleet.start in a thread. A thread can't be cancelled: when its caller is, the sandbox ends once made."""
         lock, made, unwanted = threading.Lock(), [], threading.Event()
-        began = self._began
 
         def work() -> Sandbox:
-            sandbox = fleet.create(self.task_env_config.docker_image)
-            fleet.live[sandbox.id] = began
+            sandbox = fleet.start(self.task_env_config.docker_image)
             with lock:
                 if not unwanted.is_set():
                     made.append(sandbox)

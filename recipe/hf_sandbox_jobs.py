@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from recipe import hub
+from recipe import hub, sandbox_costs
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
 
@@ -124,6 +124,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"sandboxes of this run may be left: {err}\nThey end by themselves when idle; look with\n  "
               f"hf jobs ps --label {RUN_LABEL}={labels[RUN_LABEL]}", file=sys.stderr)
         return EXIT_UNAVAILABLE
+    finally:
+        if args.what == "sweep":  # an env server that was killed has not counted those that it had
+            sandbox_costs.Costs(settings.run_path, settings.sandbox_flavor).ended()
     if found or args.what == "list":
         print(f"sandboxes that this run left{' are cancelled' if args.what == 'sweep' else ''}: "
               f"{', '.join(found) or 'none'}")

@@ -7,9 +7,13 @@ A sandbox is a Job of its own, billed by the minute from its start to its end. S
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +21,63 @@ from recipe.exits import Parser
 from recipe.watchdog import write_atomic
 
 FILE = "sandboxes.json"
+LIVING = "living"  # in it, sandboxes that have not ended: id -> when its start began, and whether it became ready
 # Dollars an hour: https://huggingface.co/docs/hub/jobs-pricing
 PRICES = {"cpu-basic": 0.01, "cpu-upgrade": 0.03}
 
 
 class Costs:
-    """Counts sandboxes as they end. A server that goes on in the same run folder goes on counting."""
+    """Counts each sandbox once: when it ends, or for all that live when their server ends. Those that live are in the
+    file too, so that whoever comes after a server that was killed can count them. What one call changes is in the file
+    before another call begins: threads of rollouts call this, at the end of a server beside its main thread."""
 
     def __init__(self, run_dir: Path, flavor: str) -> None:
         self.path, self.flavor, self.lock = run_dir / FILE, flavor, threading.Lock()
-        self.totals = read(run_dir) or {"flavor": flavor, "started": 0, "failed": 0, "minutes": 0.0, "dollars": 0.0}
+        none = {"started": 0, "failed": 0, "minutes": 0.0, "dollars": 0.0, LIVING: {}}
+        self.totals = none | (_load(run_dir) or {}) | {"flavor": flavor}
 
-    def ended(self, seconds: float, started: bool = True) -> None:
-        """One sandbox more, which lived for `seconds`; not `started` when it never became ready."""
+    def begins(self, attempt: str) -> None:
+        """A sandbox is asked for; `attempt` stands for it until it has an id."""
+        with self._changed() as living:
+            living[attempt] = {"began": time.time(), "ready": False}
+
+    def ready(self, attempt: str, sandbox: str) -> None:
+        with self._changed() as living:
+            if attempt in living:  # else the server ended meanwhile, and counted it
+                living[sandbox] = living.pop(attempt) | {"ready": True}
+
+    def ended(self, *names: str, longest: float = math.inf) -> None:
+        """Ids of sandboxes, and attempts, that have ended; without names all that live. None lived for more than
+        `longest` seconds."""
+        with self._changed() as living:
+            for one in filter(None, [living.pop(name, None) for name in names or [*living]]):
+                seconds = min(max(time.time() - one["began"], 0.0), longest)
+                self.totals["started" if one["ready"] else "failed"] += 1
+                self.totals["minutes"] += seconds / 60
+                # A flavor without a known price is counted at 0 and the line says so.
+                self.totals["dollars"] += seconds / 3600 * PRICES.get(self.flavor, 0.0)
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[dict[str, Any]]:
         with self.lock:
-            self.totals["started" if started else "failed"] += 1
-            self.totals["minutes"] += seconds / 60
-            # A flavor without a known price is counted at 0 and the line says so.
-            self.totals["dollars"] += seconds / 3600 * PRICES.get(self.flavor, 0.0)
-            self.totals["flavor"] = self.flavor
-            write_atomic(self.path, json.dumps(self.totals))
+            before = json.dumps(self.totals)
+            yield self.totals[LIVING]
+            if (after := json.dumps(self.totals)) != before:
+                write_atomic(self.path, after)
 
 
-def read(run_dir: Path) -> dict[str, Any] | None:
-    """{flavor, started, failed, minutes, dollars} of a run; None where no HF Sandbox has ended yet."""
+def _load(run_dir: Path) -> dict[str, Any] | None:
     try:
         return json.loads((run_dir / FILE).read_text())
     except FileNotFoundError:
         return None
+
+
+def read(run_dir: Path) -> dict[str, Any] | None:
+    """{flavor, started, failed, minutes, dollars} of the sandboxes of a run that have ended; None where none has."""
+    totals = _load(run_dir) or {}
+    totals.pop(LIVING, None)
+    return totals if totals.get("started") or totals.get("failed") else None
 
 
 def line(totals: dict[str, Any]) -> str:

@@ -94,10 +94,12 @@ def use_hf_sandboxes(settings: Settings, gate: Gate) -> Any:
         namespace = hf_sandbox_jobs.namespace_of(settings, api)
     except hub.HubError as err:
         raise StartError(f"SANDBOX=hf-sandbox cannot be used: {err}") from err
+    costs = sandbox_costs.Costs(settings.run_path, settings.sandbox_flavor)
+    # Of an earlier server here that was killed with all around it; none is left, and nobody knows since when.
+    costs.ended(longest=settings.sandbox_idle_limit)
     fleet = hf_sandbox.Fleet(
         api, namespace, hf_sandbox_jobs.labels_of(settings, os.environ), settings.sandbox_flavor,
-        settings.sandbox_idle_limit, settings.sandbox_starts, gate,
-        sandbox_costs.Costs(settings.run_path, settings.sandbox_flavor))
+        settings.sandbox_idle_limit, settings.sandbox_starts, gate, costs)
     hf_sandbox.use(fleet)
     say(f"HF Sandboxes of {namespace} on {settings.sandbox_flavor}, labelled {fleet.labels}; each ends by itself after "
         f"{settings.sandbox_idle_limit} s without a call")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -74,32 +75,104 @@ def environment(tmp_path) -> PinnedHFSandbox:
 
 
 class Slow(Fleet):
-    """A fleet whose sandboxes are made when `go` is set."""
+    """A fleet whose sandboxes are made, or with `broken` are not, when `go` is set."""
+
+    broken = False
 
     def create(self, image):
         self.began.set()
         self.go.wait(60)
+        if self.broken:
+            raise TimeoutError("not ready")
         return SimpleNamespace(id="made", close=lambda: None)
 
 
-def test_a_start_that_is_cancelled_leaves_no_sandbox(tmp_path):
+def slow_fleet(tmp_path, broken=False) -> Slow:
     made = fleet(tmp_path)
     made.__class__ = Slow
-    made.began, made.go = threading.Event(), threading.Event()
+    made.began, made.go, made.broken = threading.Event(), threading.Event(), broken
+    hf_sandbox.use(made)
+    return made
+
+
+def counted(tmp_path) -> tuple[int, int]:
+    totals = sandbox_costs.read(tmp_path) or {"started": 0, "failed": 0}
+    return totals["started"], totals["failed"]
+
+
+@pytest.mark.parametrize(("broken", "cancelled", "counts"), [(False, ["made"], (1, 0)), (True, [], (0, 1))])
+def test_a_start_that_is_cancelled_leaves_no_sandbox_and_is_counted(tmp_path, broken, cancelled, counts):
+    made = slow_fleet(tmp_path, broken)
 
     async def run() -> None:
-        hf_sandbox.use(made)
         start = asyncio.create_task(environment(tmp_path).start(False))
         await asyncio.to_thread(made.began.wait, 60)
         start.cancel()
         await asyncio.wait([start])
         assert start.cancelled() and made.api.cancelled == []
         made.go.set()  # the thread goes on, as threads do
-        while not made.api.cancelled:
+        while counted(tmp_path) == (0, 0):
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(run(), 60))
-    assert made.api.cancelled == ["made"] and sandbox_costs.read(tmp_path)["started"] == 1
+    assert made.api.cancelled == cancelled and counted(tmp_path) == counts
+
+
+def test_a_start_under_way_at_the_end_of_the_server_is_counted_once(tmp_path):
+    made = slow_fleet(tmp_path)
+    start = threading.Thread(target=lambda: made.end(made.start("image")))
+    start.start()
+    assert made.began.wait(60)
+    made.costs.ended()
+    assert counted(tmp_path) == (0, 1)
+    made.go.set()
+    start.join(60)
+    assert counted(tmp_path) == (0, 1) and made.api.cancelled == ["made"]
+
+
+def test_the_end_of_the_server_waits_for_a_count_that_a_rollout_is_writing(tmp_path, monkeypatch):
+    """The slow disk of a loaded machine: the rollout's thread has taken the sandbox and not yet written its cost."""
+    costs, writing, go, found = sandbox_costs.Costs(tmp_path, "cpu-basic"), threading.Event(), threading.Event(), []
+    costs.begins("a")
+    costs.ready("a", "x")
+    write = sandbox_costs.write_atomic
+
+    def slow(*args) -> None:
+        writing.set()
+        go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(sandbox_costs, "write_atomic", slow)
+
+    def end_of_server() -> None:
+        costs.ended()
+        found.append(counted(tmp_path))
+
+    rollout, server = threading.Thread(target=costs.ended, args=("x",)), threading.Thread(target=end_of_server)
+    rollout.start()
+    assert writing.wait(60)
+    server.start()
+    server.join(0.5)  # enough for one that does not wait
+    go.set()
+    server.join(60)
+    rollout.join(60)
+    assert found == [(1, 0)]
+
+
+def test_what_a_killed_server_had_is_counted_by_the_next(tmp_path, monkeypatch):
+    killed = sandbox_costs.Costs(tmp_path, "cpu-basic")
+    killed.begins("a")
+    killed.begins("b")
+    killed.ready("b", "x")
+    assert sandbox_costs.read(tmp_path) is None, "none has ended"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
+    for _ in range(2):
+        sandbox_costs.Costs(tmp_path, "cpu-basic").ended(longest=1800)
+        assert counted(tmp_path) == (1, 1)
+    totals = sandbox_costs.read(tmp_path)
+    assert (totals["minutes"], totals["dollars"]) == (60, 0.01)
+    assert sandbox_costs.line(totals).startswith("sandboxes: 1 ran, 1 did not start, 60.0 minutes on cpu-basic")
 
 
 @pytest.mark.parametrize(("refuse", "cancelled"), [(2, ["x"]), (99, [])])
@@ -107,9 +180,9 @@ def test_a_kill_is_tried_again_and_its_failure_told(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(hub, "FIRST_WAIT", 0.01)
     closed = []
     made = fleet(tmp_path, Api(refuse))
-    made.live["x"] = 0.0
-    made.end(SimpleNamespace(id="x", close=lambda: closed.append(1)))
-    made.count()
+    made.create = lambda image: SimpleNamespace(id="x", close=lambda: closed.append(1))
+    made.end(made.start("image"))
+    made.costs.ended()
     assert sandbox_costs.read(tmp_path)["started"] == 1, "counted once"
     assert made.api.cancelled == cancelled and closed
     assert ("WARN cancelling sandbox x: still failing" in capsys.readouterr().out) == (not cancelled)

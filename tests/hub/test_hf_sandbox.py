@@ -206,6 +206,8 @@ def test_after_a_kill_the_sweep_ends_what_is_left_but_not_what_others_use(world:
         assert done.returncode == 0, done.stderr
         assert mine in done.stdout and "e1" in done.stdout
         assert world.alive() == ["e2"]
+        totals = sandbox_costs.read(world.run_dir)
+        assert (totals["started"], totals["failed"]) == (1, 0), "the sweep counts what the killed server had"
 
 
 def test_the_start_sweeps_and_sandboxes_that_do_not_start_are_ungraded(world: World):
