@@ -34,12 +34,13 @@ from recipe.config import Settings
 TRAINED = 0.4  # share of the tokens that the policy sampled
 
 
-def load(folder: Path, backend: str, isolated: bool, checkpointing: bool, plain: bool = False) -> Any:
+def load(folder: Path, backend: str, isolated: bool, checkpointing: bool, plain: bool = False, compiled: bool = False
+         ) -> Any:
     import torch
     from peft import get_peft_model
     from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
-    from recipe import attention, lfm2, short_conv
+    from recipe import attention, lfm2, short_conv, speed
 
     attention.register()
     model = create_model_from_path(str(folder), dtype=torch.bfloat16, device_map=None,
@@ -47,22 +48,15 @@ def load(folder: Path, backend: str, isolated: bool, checkpointing: bool, plain:
     add_fused_lm_head(model, temperature=1.0, outputs=("log_probs", "entropy"))
     model = get_peft_model(model, lfm2.lora_config(Settings.load({"MODEL": str(folder)})))
     if plain:
-        plain_inputs(model)
+        speed.plain_inputs(model)
     if isolated:
         short_conv.isolate(model)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    if compiled:
+        speed.compile_layers(model)
     return model.train()
-
-
-def plain_inputs(model: Any) -> None:
-    """No fp32 copy of what the adapters of `model` read; from then on it runs under autocast alone."""
-    from peft.tuners.lora import LoraLayer
-
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.cast_input_dtype_enabled = False
 
 
 def rows_of(lengths: list[int], packed: bool, vocabulary: int) -> list[dict[str, Any]]:
@@ -134,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--rows", default="packed,single", help="packed, single or both")
     options.add_argument("--isolation", default="on,off", help="on, off or both (off on packed rows only)")
     options.add_argument("--adapter-input", default="cast", help="cast, plain or both")
+    options.add_argument("--compile", default="off", help="off, on or both: the decoder layers by torch.compile")
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--no-checkpointing", action="store_true", help="also without gradient checkpointing")
     options.add_argument("--profile", type=Path, help="write the kernels of one step, by time, to this file")
@@ -151,27 +146,27 @@ def main(argv: list[str] | None = None) -> int:
     spreaded = torch.linspace(0.6, 1.4, args.rollouts) if args.rollouts > 1 else torch.ones(1)
     lengths = [int(args.tokens * factor) for factor in spreaded.tolist()]
     rows, skipped = [], {}
-    cases = [(backend, kind, isolation, source, checkpointing)
+    cases = [(backend, kind, isolation, source, compiled, checkpointing)
              for backend in args.backends.split(",") for kind in args.rows.split(",")
              for isolation in args.isolation.split(",") if kind == "packed" or isolation == "on"
-             for source in args.adapter_input.split(",")
+             for source in args.adapter_input.split(",") for compiled in args.compile.split(",")
              for checkpointing in ((True, False) if args.no_checkpointing else (True,))]
-    for backend, kind, isolation, source, checkpointing in cases:
+    for backend, kind, isolation, source, compiled, checkpointing in cases:
         why = unavailable(backend, "bfloat16")
         if why:
             skipped[backend] = why
             continue
-        name = (f"{backend}, {kind}, isolation {isolation}, adapter input {source}"
-                f"{'' if checkpointing else ', no checkpointing'}")
+        name = (f"{backend}, {kind}, isolation {isolation}, adapter input {source}, "
+                f"compile {compiled}{'' if checkpointing else ', no checkpointing'}")
         try:
-            model = load(args.model, backend, isolation == "on", checkpointing, source == "plain")
+            model = load(args.model, backend, isolation == "on", checkpointing, source == "plain", compiled == "on")
             found, peak = measure(model, rows_of(lengths, kind == "packed", model.config.vocab_size), args.steps)
             forward, backward = flops(model, lengths)
             seconds = {part: spread([f[part] for f in found])[0] for part in found[0]}
             both = seconds["forward"] + seconds["backward"]
             rate = limits["bf16_flops"]
             rows.append({"attention": backend, "rows": kind, "isolation": isolation, "adapter input": source,
-                         "checkpointing": "on" if checkpointing else "off",
+                         "compile": compiled, "checkpointing": "on" if checkpointing else "off",
                          "step s": round(both + seconds["optimizer"], 3), "forward s": round(seconds["forward"], 3),
                          "backward s": round(seconds["backward"], 3), "optimizer s": round(seconds["optimizer"], 4),
                          "tokens/s": round(sum(lengths) / both), "useful %": round(

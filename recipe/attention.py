@@ -52,6 +52,7 @@ def require_one_row(name: str, query: torch.Tensor, key: torch.Tensor, attention
                          f"{length} queries for {key.shape[2]} keys")
 
 
+@torch.compiler.disable  # borders are read on the host: compiled layers go around it
 def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                      attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
                      position_ids: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
@@ -67,6 +68,7 @@ def packed_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Te
     return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)), None
 
 
+@torch.compiler.disable
 def varlen_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                      attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
                      position_ids: torch.Tensor | None = None, **_: Any) -> tuple[torch.Tensor, None]:
