@@ -50,11 +50,11 @@ def gpu_uuid(device: torch.device | int | None = None) -> str:
 
 
 def reports(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Returns the exception as {"error": …}."""
+    """Returns JSON's own types, and an exception as {"error": …}."""
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> dict[str, Any]:
         try:
-            return method(self, *args)
+            return json.loads(json.dumps(method(self, *args)))  # plain types: vLLM refuses others, in silence
         except Exception as err:  # noqa: BLE001 - the trainer is told, and stops
             traceback.print_exc()
             return {"error": f"{type(err).__name__}: {err}"}
