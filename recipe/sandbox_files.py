@@ -5,6 +5,7 @@ Standard library only; the sweep also runs where the env server's packages are n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -85,13 +86,19 @@ def copy_tree(source: Path, target: Path, *, keep_links: bool = False) -> list[s
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder whatever modes its owner left in it. Links are removed, not followed."""
-    def open_up(function, path, _error):
+    """Remove a folder whatever modes its owner left in it. Links are removed, not followed. Another thread may remove
+    it at the same time: at the end of a server the sweep meets sandboxes that are being stopped."""
+    def open_up(function, path, error):
+        if not isinstance(error[1], FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                force(function, path)
+
+    def force(function, path):
         for blocked in (os.path.dirname(path), path):
             if not os.path.islink(blocked):
                 os.chmod(blocked, 0o700)
         if function in (os.open, os.scandir, os.listdir):
-            shutil.rmtree(path)
+            shutil.rmtree(path, onerror=open_up)
         else:
             function(path)
 
