@@ -98,7 +98,7 @@ def websocket(app):
     async def send(message): ...
 
     async def run():
-        await asyncio.wait_for(serving.EndAbandonedRollouts(app)({"type": "websocket"}, receive, send), 10)
+        await asyncio.wait_for(serving.EndAbandonedRollouts(app)({"type": "websocket"}, receive, send), 60)
 
     asyncio.run(run())
 

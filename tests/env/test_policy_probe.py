@@ -36,7 +36,7 @@ def policy_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield line.split(" on ")[1].strip()
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
         process.stdout.close()
 
 

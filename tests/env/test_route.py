@@ -116,7 +116,7 @@ def test_a_lost_route_closes_the_gate_and_its_return_opens_it(tmp_path, monkeypa
         text = watchdog.stall_message(heartbeat, 900, Settings(), "again", watchdog.read(tmp_path / watchdog.BLOCKED))
         assert "No rollout can be started: they do not start." in text
         gate.open("sandboxes", "they do.")
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
 
     asyncio.run(run())
     out = capsys.readouterr().out
