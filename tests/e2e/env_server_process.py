@@ -16,6 +16,7 @@ from loopback import free_port
 from recipe.config import REPO, Settings
 
 ADMIN_KEY = "admin-key-of-the-tests"
+LIMIT_S = 600  # of a start or an end, which take ten seconds where nobody else computes
 
 
 def needed(name: str) -> str:
@@ -38,7 +39,7 @@ class EnvServer:
     def capture_url(self) -> str:
         return self.public_url + "/capture"
 
-    def stop(self, signum: int = signal.SIGTERM, timeout: float = 40) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout: float = LIMIT_S) -> int:
         """Sends `signum` and waits; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
@@ -72,7 +73,7 @@ def start_server(run_dir: Path, engine_port: int, *, public_url: str = "", wait:
     return server
 
 
-def _wait_healthy(server: EnvServer, limit: float = 180) -> None:
+def _wait_healthy(server: EnvServer, limit: float = LIMIT_S) -> None:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if server.process.poll() is not None:

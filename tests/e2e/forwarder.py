@@ -33,7 +33,7 @@ class Forwarder(BaseHTTPRequestHandler):
             while chunk := response.read1(65536):
                 self.wfile.write(chunk)
                 self.wfile.flush()
-        except OSError:
+        except (OSError, http.client.HTTPException):
             self.close_connection = True  # either side went away, which some tests do on purpose
         finally:
             upstream.close()

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from env_server_process import EnvServer, start_server
+from env_server_process import LIMIT_S, EnvServer, start_server
 from scripted_engine import Reply, ScriptedEngine
 from test_rollout import assert_nothing_left, session_for
 
@@ -20,13 +20,11 @@ from recipe.harbor_sessions import HarborSessionFactory, RolloutFailed
 def test_busy_port_is_named_at_once(run_dir, engine: ScriptedEngine):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        started = time.monotonic()
         server = start_server(run_dir, engine.port, wait=False, PUBLIC_PORT=str(port))
-        assert server.process.wait(60) == 69
-        assert time.monotonic() - started < 20
+        assert server.process.wait(LIMIT_S) == 69
     log = server.log.read_text()
     assert f"port {port} (PUBLIC_PORT) is in use by process {os.getpid()}" in log
-    assert engine.requests == [], "the port must be looked at before the engine"
+    assert engine.requests == [] and "local sandbox" not in log, "the port is looked at before what takes seconds"
 
 
 class TokenlessEngine(ScriptedEngine):
@@ -48,13 +46,13 @@ class RawLogprobsEngine(ScriptedEngine):
 def test_engine_that_cannot_be_trained_on_is_refused(run_dir, kind):
     with kind(lambda request: Reply(text="ok")) as engine:
         server = start_server(run_dir, engine.port, wait=False)
-        assert server.process.wait(120) == 69
+        assert server.process.wait(LIMIT_S) == 69
     assert 'is not graded "train"' in server.log.read_text()
 
 
 def test_dead_engine_is_refused(run_dir):
     server = start_server(run_dir, 1, wait=False)
-    assert server.process.wait(120) == 69
+    assert server.process.wait(LIMIT_S) == 69
     assert "it cannot be used at all" in server.log.read_text()
 
 
@@ -81,7 +79,7 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     try:
-        assert reached.wait(120), server.log.read_text()
+        assert reached.wait(240), server.log.read_text()
         assert sandbox_files.marked_processes(run_id=str(server.settings.run_path))
         yield server, thread, errors
     finally:
@@ -94,11 +92,11 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
 def test_kill_9_leaves_no_process(rollout_in_flight):
     server, thread, errors = rollout_in_flight
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while processes := sandbox_files.marked_processes(run_id=str(server.settings.run_path)):
         assert time.monotonic() < deadline, f"still alive: {processes}"
         time.sleep(0.2)
-    thread.join(20)
+    thread.join(120)
     assert isinstance(errors[0], RolloutFailed)
     # Its folders stay: nobody was there to remove them. The sweep does.
     sandbox_files.sweep(server.settings.run_path / "sandboxes", str(server.settings.run_path))
@@ -110,5 +108,5 @@ def test_sigterm_ends_rollouts_and_leaves_nothing(rollout_in_flight):
     server, thread, errors = rollout_in_flight
     assert server.stop(signal.SIGTERM) == 143
     assert_nothing_left(server, 0)
-    thread.join(20)
+    thread.join(120)
     assert isinstance(errors[0], RolloutFailed)
