@@ -3,6 +3,7 @@
     with HubDouble() as hub:                 # serves on hub.url; hub_environ(hub) is the client's environment
         hub.tokens["hf_read"] = "read"
         hub.fail(2, 503, "/commit/")         # the next two matching requests answer 503
+        hub.fail(1, child.kill, "/commit/", skip=1)    # in the middle of the second one, a process is killed
         hub.repos["model", "me/name"].files()
 
 It keeps repositories with whole histories, takes regular and LFS files, resolves any commit, refuses a commit whose
@@ -78,12 +79,23 @@ class Repo:
 
 @dataclass
 class Fault:
-    """The next `times` requests whose "METHOD /path" matches `pattern` answer `status`, or break the connection."""
+    """The next `times` requests whose "METHOD /path" matches `pattern` answer `status`, or break the connection; before
+    them `skip` matching ones pass."""
 
     times: int
-    status: int | str
+    status: int | str | Callable[[], object]
     pattern: str
     headers: dict[str, str] = field(default_factory=dict)
+    skip: int = 0
+
+    def meets(self, request: str) -> bool:
+        if self.times <= 0 or not re.search(self.pattern, request):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.times -= 1
+        return True
 
 
 class HubDouble:
@@ -119,10 +131,11 @@ class HubDouble:
         """The repository, made when it does not exist."""
         return self.repos.setdefault((kind, name), Repo(**options))
 
-    def fail(self, times: int, status: int | str, pattern: str, **headers: str) -> Fault:
-        """`status` is an HTTP status, "reset" (before the answer), "cut" (in the middle of the request's body) or
-        "truncated" (in the middle of the answer's)."""
-        self.faults.append(Fault(times, status, pattern, {k.replace("_", "-"): v for k, v in headers.items()}))
+    def fail(self, times: int, status: int | str | Callable[[], object], pattern: str, skip: int = 0,
+             **headers: str) -> Fault:
+        """`status` is an HTTP status, "reset" (before the answer), "cut" (in the middle of the request's body),
+        "truncated" (in the middle of the answer's), or what is called when the request has arrived, before a reset."""
+        self.faults.append(Fault(times, status, pattern, {k.replace("_", "-"): v for k, v in headers.items()}, skip))
         return self.faults[-1]
 
     def count(self, pattern: str) -> int:
@@ -165,17 +178,16 @@ class HubHandler(BaseHTTPRequestHandler):
         path, self.query = unquote(url.path), parse_qs(url.query)
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {path}")
-            fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.pattern,
-                                                                                  f"{self.command} {path}")), None)
-            if fault:
-                fault.times -= 1
+            fault = next((f for f in self.hub.faults if f.meets(f"{self.command} {path}")), None)
         length = int(self.headers.get("Content-Length") or 0)
         if fault and fault.status == "cut":
             self.rfile.read(length // 2)
             return self.reset()
         chunked = self.headers.get("Transfer-Encoding") == "chunked"
         self.body = self.read_chunked() if chunked else self.rfile.read(length)
-        if fault and fault.status == "reset":
+        if fault and callable(fault.status):
+            fault.status()
+        if fault and (fault.status == "reset" or callable(fault.status)):
             return self.reset()
         self.truncate = bool(fault) and fault.status == "truncated"
         if fault and not self.truncate:

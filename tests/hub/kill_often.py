@@ -259,7 +259,7 @@ class Campaign:
         while left := sandbox_files.marked_processes(run_id=str(life.folder.resolve())):
             rule(time.monotonic() < deadline, f"sandbox processes are left: {left}")
             time.sleep(0.2)
-        deadline = time.monotonic() + 10  # multiprocessing's resource tracker ends after the process that it serves
+        deadline = time.monotonic() + 60  # multiprocessing's resource tracker ends after the process that it serves
         while left := life.members():
             rule(time.monotonic() < deadline, f"processes are left: {left}")
             time.sleep(0.2)

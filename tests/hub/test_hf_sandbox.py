@@ -201,7 +201,7 @@ def test_after_a_kill_the_sweep_ends_what_is_left_but_not_what_others_use(world:
             world.hub.jobs[number] = world.hub.jobs[mine] | {
                 "id": number, "labels": labels | {"recipe-owner": owner}, "status": {"stage": "RUNNING"}}
         done = subprocess.run([needed("ENV_PYTHON"), "-m", "recipe.hf_sandbox_jobs", "sweep"], cwd=REPO, text=True,
-                              capture_output=True, timeout=120,
+                              capture_output=True, timeout=LIMIT_S,
                               env={"PATH": os.environ["PATH"], **server.settings.environ(), **world.variables})
         assert done.returncode == 0, done.stderr
         assert mine in done.stdout and "e1" in done.stdout
@@ -235,5 +235,5 @@ def test_a_token_that_is_refused_ends_the_start(world: World):
     world.variables["HF_TOKEN"] = "hf_expired"
     server = start_server(world.run_dir, world.engine.port, public_url=world.proxy.address(world.job, world.port),
                           wait=False, variables=world.variables, SANDBOX="hf-sandbox", PUBLIC_PORT=str(world.port))
-    assert server.process.wait(120) == 69
+    assert server.process.wait(LIMIT_S) == 69
     assert "SANDBOX=hf-sandbox cannot be used" in server.log.read_text() and world.engine.requests == []

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -154,17 +153,19 @@ def whole(folder: Path) -> bool:
     return all((folder / path).is_file() for path in hub_tasks.FILES)
 
 
+def killed_at(hub: HubDouble, request: int, script: str, environ: dict[str, str]) -> None:
+    """Runs the script until its request of this number has arrived."""
+    hub.fail(1, lambda: child.kill(), "", skip=request)
+    child = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL)
+    assert child.wait(300) == -signal.SIGKILL, "it ended before"
+
+
 def test_kill_9_at_any_request_leaves_whole_tasks_and_the_same_command_goes_on(data, hub, tmp_path):
     out = tmp_path / "out"
     script = CHILD.format(repo=str(REPO), data=str(data), grader=hub_tasks.GRADER_SHA256, out=str(out))
     environ = os.environ | hub_environ(hub, tmp_path / "home")
     for more in (7, 23, 61):  # requests of each life; 30 tasks of 6 files are 180 at least
-        seen = len(hub.requests)
-        child = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL)
-        while len(hub.requests) < seen + more and child.poll() is None:
-            time.sleep(0.001)
-        child.kill()
-        assert child.wait() == -signal.SIGKILL, "it ended before"
+        killed_at(hub, more, script, environ)
         assert not [t for split in SIZES for t in (out / split).glob("*") if not whole(t)], "half a task"
         assert not (out / "test.json").exists()
     assert subprocess.run([sys.executable, "-c", script], env=environ, stdout=subprocess.DEVNULL).returncode == 0

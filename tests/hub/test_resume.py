@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,16 +22,6 @@ from recipe.config import Settings
 ADAPTER = "me/adapter"
 STEPS = 6
 RUN = {"ADAPTER_REPO": ADAPTER, "MAX_STEPS": str(STEPS)}
-
-
-def kill_when(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    """SIGKILL to the whole job once `ready`."""
-    until = time.monotonic() + 600
-    while not ready() and child.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert child.poll() is None, f"the training ended by itself with {child.returncode}"
-    os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def shown_by_trackio(run: Path) -> int:
@@ -50,16 +39,12 @@ def test_a_killed_job_goes_on_from_the_hub_with_the_next_tasks(hub: HubDouble, t
     from small_engine import SmallEngine
 
     with SmallEngine(small_model()) as engine:
+        # While checkpoint-4 is being pushed: its files are on the Hub, its commit is not.
+        hub.fail(1, lambda: os.killpg(first.pid, signal.SIGKILL), "/commit/", skip=1)
         first = start(tmp_path / "a", engine.url, **RUN)
-        # While checkpoint-4 is being pushed: some of its files are on the Hub, its commit is not.
-
-        def uploading() -> bool:
-            seen = [r for r in hub.requests if "/commit/" in r or "PUT /lfs/" in r]
-            return sum("/commit/" in r for r in seen) == 1 and "PUT /lfs/" in seen[-1]
-
-        kill_when(first, uploading)
+        assert first.wait(600) == -signal.SIGKILL, (tmp_path / "a/out").read_text()[-3000:]
         messages = [c.message for c in hub.repo(ADAPTER).commits[1:]]
-        assert messages in (["checkpoint-2"], ["checkpoint-2", "checkpoint-4"])
+        assert messages == ["checkpoint-2"] and "PUT /lfs/" in hub.requests[-2]
         assert len(trained(tmp_path / "a", 0)) >= 4 and shown_by_trackio(tmp_path / "a") >= 2, "kill -9 lost steps"
         second = start(tmp_path / "b", engine.url, **RUN)
         assert second.wait(600) == 0, (tmp_path / "b/out").read_text()[-3000:]
