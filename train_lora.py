@@ -56,7 +56,7 @@ def trainer_arguments(settings: Settings, gpu: bool) -> dict:
         # precision: what is trained and its optimizer in fp32, since a bf16 weight takes no step below 0.4% of itself;
         # bf16 is the autocast
         dtype=settings.dtype if settings.lora else "float32", bf16=settings.dtype == "bfloat16", use_cpu=not gpu,
-        gradient_checkpointing=gpu,
+        gradient_checkpointing=gpu and settings.gradient_checkpointing != "off",
         # sampling: what the sampler logged is what the loss recomputes, so nothing is truncated
         temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
         max_completion_length=settings.max_output_tokens, max_tool_calling_iterations=settings.max_model_calls,
@@ -125,7 +125,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     from transformers import PrinterCallback
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    from recipe import attention, canary, lfm2, rollout_worker, short_conv, trl_cpu
+    from recipe import attention, canary, gpu_memory, lfm2, rollout_worker, short_conv, speed, trl_cpu
     from recipe.callbacks import AtStep, HeartbeatCallback, MetricsCallback, StopCallback, StopRequested
     from recipe.checkpoint_callback import CheckpointCallback
     from recipe.group_trainer import GroupGRPOTrainer
@@ -154,6 +154,9 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
 
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
                                 settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
+    kept = sys.maxsize
+    if gpu:
+        kept = gpu_memory.kept_tokens(settings, gpu_memory.shape_of(settings), torch.cuda.mem_get_info()[1])
     packs = settings.token_budget > 0 or settings.per_device_batch > 1
     checks = [IsolationCallback(getattr(torch, settings.dtype))] if packs or lfm2.is_lfm2(config) else []
     trainer = GroupGRPOTrainer(
@@ -166,11 +169,17 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         callbacks=[*checks, heartbeat, metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)],
         on_skip=heartbeat.on_skip,
         while_waiting=while_waiting, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
-        row_tokens=settings.max_model_len)
+        row_tokens=settings.max_model_len, kept_tokens=kept)
     trainer.remove_callback(PrinterCallback)
     AtStep.install(trainer.callback_handler.callbacks)
     if convolutions := short_conv.isolate(trainer.model):
         print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)
+    if settings.dtype == "bfloat16":
+        speed.plain_inputs(trainer.model)  # every forward of the trainer's model is under its autocast
+    if settings.compile == "on" or (settings.compile == "auto" and gpu):
+        print(f"layers that are compiled: {speed.compile_layers(trainer.model)}", flush=True)
+    if gpu:
+        print(f"gradient checkpointing: rows of more than {kept:,} tokens", flush=True)
     metrics.trainer = trainer
     return trainer, metrics, stop
 

@@ -40,7 +40,8 @@ def trainer_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Tens
     try:
         ids = torch.tensor([token_ids], device=next(model.parameters()).device)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1].float()
+        with torch.compiler.set_stance("force_eager"):  # one more mode would be compiled for a few short forwards
+            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
     finally:
         model.train(training)

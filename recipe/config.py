@@ -128,6 +128,11 @@ class Settings:
     attention: str = knob("auto", "ATTENTION", "attention of the trainer; auto takes the first that runs here: "
                           "flash-attn3 (Hopper), varlen (Ampere and newer), sdpa-packed (anywhere)",
                           check=one_of("auto", "flash-attn3", "varlen", "sdpa-packed"))
+    compile: str = knob("auto", "COMPILE", "the trainer's layers by torch.compile: auto does on a GPU; costs a minute "
+                        "at the start", check=one_of("auto", "on", "off"))
+    gradient_checkpointing: str = knob("auto", "GRADIENT_CHECKPOINTING", "compute activations twice instead of keeping "
+                                       "them: auto for rows that would not fit into the GPU otherwise, on for all, off "
+                                       "for none", check=one_of("auto", "on", "off"))
     thinking: str = knob("as-template", "THINKING", "as-template: what the chat template does, with the reasoning of "
                          "earlier turns kept; closed: an empty think block opens every turn; in trainer, server and "
                          "evaluation alike",

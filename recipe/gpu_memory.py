@@ -10,7 +10,9 @@ MLP has width M):
                  where that is another one
     activations  T · 2 · (L·H + 13·M): inputs of all layers, kept by gradient checkpointing, and one layer at work.
                  Fitted on an H200 to LFM2.5-2.6B's shape in bf16 with packed rows of 48k, 96k and 160k tokens, which
-                 took 23, 41 and 65 GiB in all; the formula gives 23.4, 41.4 and 65.4.
+                 took 23, 41 and 65 GiB in all; the formula gives 23.4, 41.4 and 65.4. Rows that are short enough for
+                 what is free then are computed without checkpointing: T · 2 · L · (3·M + 9·H), fitted to 53.4 GiB in
+                 all for a row of 17,203 tokens with compiled layers.
     reserve      4 GiB: CUDA context, cuBLAS and kernel workspaces, fragmentation
 Engine: its share of the card, in which vLLM places weights, graphs and cache by itself; the cache must hold one rollout
 of MAX_MODEL_LEN tokens, or nothing runs at all.
@@ -100,6 +102,18 @@ def plans(settings: Settings, shape: Shape, total: int) -> list[Plan]:
     if errors:
         raise SettingsError("\n".join(errors))
     return made
+
+
+def kept_tokens(settings: Settings, shape: Shape, total: int) -> int:
+    """Tokens of the longest row that is computed without gradient checkpointing on cards of `total` bytes."""
+    if settings.gradient_checkpointing != "auto":
+        return 0 if settings.gradient_checkpointing == "on" else sys.maxsize
+    plan = plans(settings, shape, total)[-1]
+    width = 4 if settings.dtype == "float32" or not settings.lora else 2
+    a_token = width * shape.layers * (3 * shape.intermediate + 9 * shape.hidden)
+    if settings.compile == "off":
+        a_token *= 1.6  # what each operation reads is kept, not what each kernel does
+    return int(0.9 * (plan.free + plan.parts["activations"]) / a_token)
 
 
 def remedy(settings: Settings, plan: Plan, trainer: dict[str, int]) -> str:

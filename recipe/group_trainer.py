@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
-from recipe import task_cursor
+from recipe import speed, task_cursor
 from recipe.canary import Canary
 from recipe.gpu_weight_transfer import FlatWeightTransfer
 from recipe.groups import GroupCollator, GroupStream, measure_policy
@@ -68,20 +68,20 @@ class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
     `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
-    `canary` checks each sync; `skip_flat` leaves groups without contrast out; several sequences
-    share a row only within `row_tokens`.
+    `canary` checks each sync; `skip_flat` leaves groups without contrast out; several sequences share a row only within
+    `row_tokens`; where gradient checkpointing is on, rows of up to `kept_tokens` do without.
     """
 
     def __init__(self, *args: Any, on_skip: Callable[[str], None] = lambda reason: None,
                  while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None,
-                 skip_flat: bool = False, row_tokens: int = 0, **kwargs: Any):
+                 skip_flat: bool = False, row_tokens: int = 0, kept_tokens: int = 0, **kwargs: Any):
         check_shape()
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
         self.on_skip, self.while_waiting, self.canary, self.skip_flat = on_skip, while_waiting, canary, skip_flat
-        self.row_tokens = row_tokens
+        self.row_tokens, self.kept_tokens = row_tokens, kept_tokens
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
 
@@ -110,6 +110,8 @@ class GroupGRPOTrainer(ExactCursor):
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
                      num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.args.gradient_checkpointing:
+            speed.recompute(model, inputs["input_ids"].numel() > self.kept_tokens)
         keeper = KeepOutputs(model)
         loss = super().compute_loss(keeper, inputs, num_items_in_batch=num_items_in_batch)
         measure_policy(keeper.outputs.log_probs.detach()[0], keeper.outputs.entropy.detach()[0], inputs,

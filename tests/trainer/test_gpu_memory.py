@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipe.config import Settings, SettingsError
-from recipe.gpu_memory import GIB, Shape, plans, shape_of
+from recipe.gpu_memory import GIB, Shape, kept_tokens, plans, shape_of
 
 LFM = Shape(parameters=2_556_677_376, adapter=41_123_840, layers=30, hidden=2048, intermediate=10752,
             attention_layers=10, kv_width=512)
@@ -28,6 +28,18 @@ def test_the_defaults_fit_on_one_h200_and_on_two():
     engine, trains = plans(Settings.load({}), LFM, H200)
     assert one.free > 20 * GIB and engine.free > 5 * GIB and trains.free > 80 * GIB
     assert "policy server 56" in str(one) and "activations 15" in str(one)
+
+
+def test_rows_that_fit_keep_their_activations():
+    """A row of 17,203 tokens took 53.4 GiB in all without checkpointing (bench/train_step.py, H200)."""
+    one, two = (kept_tokens(Settings.load({"GPUS": gpus}), LFM, H200) for gpus in "12")
+    assert 20_000 < one < 25_000 and 36_000 < two < 42_000
+    parts = trainer(17_203)
+    free = H200 - parts["trainer's weights"] - parts["adapter and optimizer"] - 53.4 * GIB
+    assert kept_tokens(Settings.load({}), LFM, int(H200 - free)) < 17_203, "what was measured has no room to spare"
+    assert kept_tokens(Settings.load({"COMPILE": "off"}), LFM, H200) < 0.7 * two
+    assert kept_tokens(Settings.load({"GRADIENT_CHECKPOINTING": "on"}), LFM, H200) == 0
+    assert kept_tokens(Settings.load({"GRADIENT_CHECKPOINTING": "off"}), LFM, H200) > 10**9
 
 
 def test_all_weights_of_the_second_recipe_need_16_bytes_each_and_fit_on_two_h200():
