@@ -24,7 +24,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 import export_adapter
 import train_lora
-from recipe import json_lines, pristine, rollout_log
+from recipe import json_lines, pristine, rollout_log, speed
 from recipe.checkpoints import newest_checkpoint
 from recipe.config import Settings
 from recipe.rollout_worker import RolloutLoop
@@ -196,6 +196,20 @@ def run_and_signal(tmp_path: Path, signal: str, target: str) -> tuple[subprocess
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environ)
     assert any((tmp_path / "trackio").iterdir()), "trackio writes into the run folder"
     return done, time.time() - float((tmp_path / "killed").read_text())
+
+
+def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_path, monkeypatch, capsys, trl_globals):
+    """As on a GPU, here with the compiler's quick backend: canary and start-up check run under the same autocast."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(speed.compile_layers, "__defaults__", ("aot_eager",))
+    settings = dataclasses.replace(local_settings(tmp_path, save_steps=0), dtype="bfloat16", compile="on", max_steps=2)
+    with SmallEngine(small_model()) as engine:
+        settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
+        assert train_lora.train(settings, "never", SmallSessions(engine.url, 4, {}, tmp_path / "sessions")) == 0
+    assert "layers that are compiled: 4" in capsys.readouterr().out
+    steps = steps_of(tmp_path)
+    assert len(steps) == 2 and all(s["trl"]["sync/canary_gap"] < 0.15 for s in steps)
+    assert all(abs(row["ratio"] - 1) < 0.05 for s in steps for row in s["group_rows"] if row["fresh"])
 
 
 def test_killed_worker_ends_the_trainer_at_once(tmp_path):
