@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +33,14 @@ def runtime(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def root(tmp_path: Path):
-    """A folder of sandboxes that any user can enter (proot runs the guests of a root server as nobody)."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder != Path("/") and folder.owner() == tmp_path.owner() and folder.name.startswith(("pytest", "test_")):
-            folder.chmod(0o755)
-    yield tmp_path / "sandboxes"
-    assert marked_processes(tmp_path) == [], "a sandbox left processes behind"
+def root():
+    """A folder of sandboxes that any user can enter (proot runs the guests of a root server as nobody). Not below
+    tmp_path: every pytest that starts meanwhile closes the folder above it to others."""
+    folder = Path(tempfile.mkdtemp(prefix="sandbox-tests-"))
+    folder.chmod(0o755)
+    yield folder / "sandboxes"
+    assert marked_processes(folder) == [], "a sandbox left processes behind"
+    remove_tree(folder)
 
 
 def make(root: Path, runtime: str, *, session_id: str = "trial__env", config: EnvironmentConfig | None = None,
