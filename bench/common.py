@@ -86,7 +86,7 @@ def report(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], **mo
     gpus = ran.get("gpus", "0")
     path = args.out or RESULTS / f"{name}-{gpus}gpu-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {k: str(v) for k, v in vars(args).items()}
+    arguments = {k: str(v) for k, v in vars(args).items() if k not in ("out", "profile")}
     path.write_text(json.dumps({"name": name, "versions": ran, "arguments": arguments, "rows": rows, **more},
                                indent=1, default=str) + "\n")
     print(f"written to {path}", flush=True)

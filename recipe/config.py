@@ -129,7 +129,7 @@ class Settings:
                           "flash-attn3 (Hopper), varlen (Ampere and newer), sdpa-packed (anywhere)",
                           check=one_of("auto", "flash-attn3", "varlen", "sdpa-packed"))
     compile: str = knob("auto", "COMPILE", "the trainer's layers by torch.compile: auto does on a GPU; costs a minute "
-                        "at the start", check=one_of("auto", "on", "off"))
+                        "at the start", check=one_of("auto", "on", "off"), local="off")
     gradient_checkpointing: str = knob("auto", "GRADIENT_CHECKPOINTING", "compute activations twice instead of keeping "
                                        "them: auto for rows that would not fit into the GPU otherwise, on for all, off "
                                        "for none", check=one_of("auto", "on", "off"))
