@@ -112,7 +112,10 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 if ((${#groups[@]} == 1)); then
   printf '\n=== %s\n' "${groups[0]}"
-  run_group "${groups[0]}" "${pytest_args[@]}"
+  set -m # in the background, or a signal would wait for the tests to end
+  run_group "${groups[0]}" "${pytest_args[@]}" &
+  set +m
+  wait
 else
   setup_say "running ${groups[*]}, two at a time; each is shown when it has ended"
   set -m # a process group a lane

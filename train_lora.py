@@ -176,7 +176,10 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         print(f"short convolutions that keep packed sequences apart: {convolutions}", flush=True)
     if settings.dtype == "bfloat16":
         speed.plain_inputs(trainer.model)  # every forward of the trainer's model is under its autocast
-    if settings.compile == "on" or (settings.compile == "auto" and gpu):
+    why_not = speed.compiler_fails() if settings.compile == "auto" and gpu else None
+    if why_not:
+        print(f"WARN: layers are not compiled, steps will take longer: {why_not}", flush=True)
+    elif settings.compile == "on" or (settings.compile == "auto" and gpu):
         print(f"layers that are compiled: {speed.compile_layers(trainer.model)}", flush=True)
     if gpu:
         print(f"gradient checkpointing: rows of more than {kept:,} tokens", flush=True)

@@ -166,8 +166,11 @@ def main(argv: list[str] | None = None) -> int:
         if len(found) < settings.gpus:
             raise SettingsError(f"GPUS={settings.gpus}, but this machine has one GPU: set GPUS=1, with which policy "
                                 "server and trainer share it, or start the job with flavor h200x2.")
-        for plan in plans(settings, shape_of(settings), min(found)):
+        shape = shape_of(settings)
+        for plan in plans(settings, shape, min(found)):
             print(plan)
+        print(f"rows of up to {kept_tokens(settings, shape, min(found)):,} tokens are trained without gradient "
+              "checkpointing")
     except SettingsError as err:
         print(f"It does not fit, nothing was started:\n{err}", file=sys.stderr)
         return EXIT_USAGE

@@ -29,6 +29,18 @@ def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> int:
     return len(layers)
 
 
+def compiler_fails(device: str = "cuda") -> str | None:
+    """Why torch.compile does not work here, in one line, found by trying; None when it does.
+
+    What it compiles needs a C compiler and Python's headers, which an image that trains need not have.
+    """
+    try:
+        torch.compile(lambda x: x.sin() + 1, dynamic=True)(torch.ones(64, device=device))
+    except Exception as err:  # noqa: BLE001 - whatever it is, it is the answer
+        return f"{type(err).__name__}: {err}".strip().splitlines()[0][:300]
+    return None
+
+
 def plain_inputs(model: torch.nn.Module) -> int:
     """No fp32 copy of what the adapters of `model` read, which autocast would make bf16 again: from then on `model`
     must run under autocast. Returns the number of adapted modules."""

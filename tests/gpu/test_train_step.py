@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.train_step import load, measure, rows_of
-from recipe import isolation_check
+from recipe import isolation_check, speed
 from recipe.attention import NAMES, unavailable
 
 
@@ -38,3 +38,23 @@ def test_a_step_runs_with_checkpointing_and_moves_nothing_but_the_adapter(large_
     steps, peak = measure(model, rows_of([700, 1300], True, model.config.vocab_size), 1)
     assert torch.equal(base, before) and steps[0]["backward"] > 0 and peak < 60
     assert all(torch.isfinite(p).all() for p in model.parameters() if p.requires_grad)
+
+
+def test_compiled_layers_and_kept_activations_change_only_roundings(large_model):
+    assert speed.compiler_fails() is None
+    grads = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = load(large_model, "varlen", isolated=True, checkpointing=True, plain=compiled, compiled=compiled)
+        speed.recompute(model, not compiled)
+        (row,) = rows_of([700, 1300], True, model.config.vocab_size)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = -model(**row, fused_lm_head=True, use_cache=False).log_probs.float().mean()
+        loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    apart = float((grads[0] - grads[1]).norm() / grads[0].norm())
+    print(f"gradients of a compiled step are {apart:.1e} apart, relative")
+    assert apart < 0.05

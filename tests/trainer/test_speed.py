@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from lfm2_small import packed, small_model
 from peft import get_peft_model
 
 from recipe import attention, short_conv, speed
-from recipe.config import Settings
+from recipe.config import REPO, Settings
 from recipe.lfm2 import lora_config
 
 
@@ -73,3 +77,10 @@ def test_plain_inputs_are_the_same_numbers_under_autocast():
     assert torch.equal(logits, found) and torch.equal(gradient, found_gradient)
     with pytest.raises(RuntimeError, match="dtype"):  # without autocast nobody casts any more
         step(plain, [9, 4])
+
+
+def test_a_machine_that_cannot_compile_is_noticed_before_it_trains(tmp_path):
+    done = subprocess.run([sys.executable, "-c", "from recipe import speed; print(speed.compiler_fails('cpu'))"],
+                          cwd=REPO, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "/bin/false"},
+                          capture_output=True, text=True)
+    assert "Error" in done.stdout and len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
