@@ -179,19 +179,29 @@ terminate() {
 
 is_left() { (($#)) && [[ -n $(session_pids "$@") ]]; }
 
-# await_end GRACE SID...: until they have ended; SIGKILL to what is left after GRACE seconds.
-await_end() {
-  local deadline=$((SECONDS + $1))
-  local -a left=()
-  shift
-  while mapfile -t left < <(session_pids "$@") && ((${#left[@]})); do
-    if ((SECONDS >= deadline + 10)); then
-      say "processes ${left[*]} do not end even on SIGKILL" >&2
-      return 0
-    fi
-    if ((SECONDS >= deadline)); then kill -KILL "${left[@]}" 2>/dev/null || true; fi
+# awaits SECONDS CONDITION SID...: until they have ended; fails when SECONDS are over before, or CONDITION, a command
+# that is given the SIDs, succeeds.
+awaits() {
+  local deadline=$((SECONDS + $1)) condition=$2
+  shift 2
+  while is_left "$@"; do
+    if ((SECONDS >= deadline)) || "$condition" "$@"; then return 1; fi
     sleep 0.2
   done
+}
+
+# kill_left SID...: a condition that ends what it waits for.
+kill_left() {
+  local -a left
+  mapfile -t left < <(session_pids "$@")
+  kill -KILL "${left[@]}" 2>/dev/null || true
+  false
+}
+
+# await_end GRACE SID...: until they have ended; SIGKILL to what is left after GRACE seconds.
+await_end() {
+  awaits "$1" false "${@:2}" || awaits 10 kill_left "${@:2}" ||
+    say "processes $(session_pids "${@:2}" | xargs) do not end even on SIGKILL" >&2
 }
 
 # stop_process NAME: ends one process and everything in its session.
@@ -202,7 +212,7 @@ stop_process() {
 # stop_all: the step that uses the servers first, then the servers and the sandboxes. They do not wait for a step that
 # has only a push left, which RUN_DIR/pushing says; it gets PUSH_GRACE seconds more. What was not pushed then is told.
 stop_all() {
-  local name deadline=$((SECONDS + STEP_GRACE))
+  local name
   local -a steps=() servers=()
   for name in "${JOB_RUNNING[@]}"; do
     case $name in
@@ -211,23 +221,25 @@ stop_all() {
     esac
   done
   terminate "${steps[@]}" || true
-  while is_left "${steps[@]}" && ((SECONDS < deadline)) && [[ ! -e $RUN_DIR/pushing ]]; do sleep 0.2; done
-  [[ -e $RUN_DIR/pushing ]] || await_end 0 "${steps[@]}"
+  awaits "$STEP_GRACE" only_pushes "${steps[@]}" || only_pushes || await_end 0 "${steps[@]}"
   end_session "$SERVER_GRACE" "${servers[@]}"
   sweep_sandboxes
   wait_for_push "${steps[@]}"
   JOB_RUNNING=()
 }
 
+only_pushes() { [[ -e $RUN_DIR/pushing ]]; }
+gives_up() { [[ -n $given_up ]]; }
+
 # wait_for_push SID...: a further signal ends the wait.
 wait_for_push() {
-  local deadline=$((SECONDS + PUSH_GRACE))
+  local given_up=
   if is_left "$@"; then
-    trap 'deadline=0' INT TERM
+    trap 'given_up=1' INT TERM
     say "waiting up to $PUSH_GRACE s for the push that is under way; another Ctrl-C or SIGTERM ends the wait" >&2
-    while is_left "$@" && ((SECONDS < deadline)); do sleep 0.2; done
+    awaits "$PUSH_GRACE" gives_up "$@" || true
     trap '' INT TERM
     await_end 0 "$@"
   fi
-  if [[ -e $RUN_DIR/pushing ]]; then say "$(<"$RUN_DIR/pushing")" >&2; fi
+  if only_pushes; then say "$(<"$RUN_DIR/pushing")" >&2; fi
 }
