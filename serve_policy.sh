@@ -101,7 +101,8 @@ else
 fi
 
 # The trainer's template, see recipe/chat_template.py.
-template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-$POLICY_PORT.jinja
+template=$RUN_DIR/chat-template.jinja
+[[ -n $RUN_DIR ]] || template=$(python3 -m recipe.config get CACHE_PATH)/chat-template-$POLICY_PORT.jinja # by itself
 command+=(--chat-template "$template")
 
 if [[ $mode == train ]]; then

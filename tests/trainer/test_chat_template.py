@@ -92,6 +92,9 @@ def test_the_server_gets_the_trainers_template(tmp_path, monkeypatch):
     for engine in ("cpu", "vllm"):
         path = value(command("train", ENGINE=engine, PRESET="local", CACHE_DIR=str(tmp_path)), "--chat-template")
         assert Path(path).parent == tmp_path
+    path = value(command("train", PRESET="local", CACHE_DIR="/nowhere", RUN_DIR=str(tmp_path / "run")),
+                 "--chat-template")
+    assert path == str(tmp_path / "run/chat-template.jinja"), "it goes with the run"
     for thinking in ("as-template", "closed"):
         monkeypatch.setenv("THINKING", thinking)
         assert chat_template.main([path]) == 0
