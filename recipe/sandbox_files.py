@@ -135,6 +135,14 @@ def marked_processes(below: Path | None = None, run_id: str | None = None) -> li
     return found
 
 
+def clear_after_proot(*pids: int) -> None:
+    """Removes the empty folders that processes of proot leave when they are killed; where they are is built into it."""
+    for pid in pids:
+        for folder in Path("/tmp").glob(f"proot-{pid}-*"):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def kill_marked(below: Path | None = None, run_id: str | None = None, patience: float = 5.0) -> int:
     """SIGKILL until none is left (a process may fork while we look). Returns how many were killed.
 
@@ -152,6 +160,7 @@ def kill_marked(below: Path | None = None, run_id: str | None = None, patience: 
             except ProcessLookupError:
                 continue
         time.sleep(0.02)
+    clear_after_proot(*killed)
     return len(killed)
 
 

@@ -36,7 +36,7 @@ from harbor.environments.capabilities import EnvironmentCapabilities, Environmen
 from harbor.environments.definition import effective_exec_cwd
 
 from recipe.opencode_settings import MODELS_PATH, NO_MODELS
-from recipe.sandbox_files import copy_file, copy_tree, inside, kill_marked, remove_tree
+from recipe.sandbox_files import clear_after_proot, copy_file, copy_tree, inside, kill_marked, remove_tree
 from recipe.sandbox_isolation import (
     AGENT_BIN,
     MARKER,
@@ -182,6 +182,7 @@ class LocalSandbox(BaseEnvironment):
             os.killpg(pid, signal.SIGKILL)
         if self._isolation.runtime == "proot":
             kill_marked(self.folder)
+            clear_after_proot(pid)
 
     def _environ(self, env: dict[str, str] | None) -> dict[str, str]:
         """The whole environment of a command: nothing is inherited from the env server."""

@@ -198,6 +198,25 @@ def test_timeout_and_cancel_kill_the_tree(root: Path, runtime: str) -> None:
     using(make(root, runtime), body)
 
 
+def test_a_killed_proot_leaves_no_folder(root: Path) -> None:
+    def folders() -> list[Path]:
+        return [path for pid in pids for path in Path("/tmp").glob(f"proot-{pid}-*")]
+
+    pids: list[int] = []
+
+    async def body(sandbox: LocalSandbox) -> None:
+        task = asyncio.create_task(sandbox.exec("touch /workdir/runs; sleep 300"))
+        await until((sandbox.folder / "workdir/runs").exists)
+        pids.extend(sandbox._running)
+        assert folders(), "proot keeps it elsewhere: remove it there"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    using(make(root, "proot"), body)
+    assert pids and not folders()
+
+
 def test_background_processes_end_with_their_command(root: Path, runtime: str) -> None:
     async def body(sandbox: LocalSandbox) -> None:
         late = "until [ -e go ]; do sleep 0.05; done; echo 1 > /logs/verifier/reward.txt"
