@@ -381,6 +381,8 @@ def _check_together(s: Settings) -> list[str]:
     if not s.lora and s.adapter_repo:
         errors.append("ADAPTER_REPO receives adapters, and LORA=0 trains all weights: unset ADAPTER_REPO or set "
                       "LORA=1.")
+    if not s.lora and s.run_dir and Path(s.model).resolve() == s.final_path:
+        errors.append(f"MODEL={s.model} is where LORA=0 puts its result: set RUN_DIR to another folder.")
     if s.lora and not s.lora_targets:
         errors.append("LORA_TARGETS is empty: name at least one module, for example q_proj,v_proj.")
     if s.max_output_tokens >= s.max_model_len:

@@ -103,6 +103,17 @@ OTHERS = """
 """
 
 
+def test_a_model_is_not_trained_onto_itself(tmp_path):
+    folder = tmp_path / "run/model"
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    environ = {"LORA": "0", "MODEL": f"{tmp_path}/run/../run/model"}
+    with pytest.raises(SettingsError, match="is where LORA=0 puts its result: set RUN_DIR to another folder"):
+        Settings.load({**environ, "RUN_DIR": str(tmp_path / "run")})
+    for other in ({"RUN_DIR": str(tmp_path / "next")}, {"RUN_DIR": str(tmp_path / "run"), "LORA": "1"}, {}):
+        Settings.load(environ | other)
+
+
 def test_a_variable_that_is_almost_a_setting_is_named_and_no_other_one():
     def check(**environ: str) -> str:
         done = subprocess.run([sys.executable, "-m", "recipe.config", "check"], cwd=REPO, text=True,
