@@ -7,8 +7,8 @@ run_job.sh calls this when the policy server and the env server are up. By hand,
     RUN_DIR=runs/try MAX_STEPS=20 python train_lora.py        # or PRESET=local for the tiny model on this machine
 
 Each optimizer step trains one GRPO group: the graded ones of NUM_GENERATIONS rollouts of one task. A group whose
-rewards are all equal is a step too, of zero gradient, unless ZERO_CONTRAST=skip; groups that are too stale or have no
-graded rollout never are. When the tasks run out, they come again in the same order. Every knob is an environment
+rewards are all equal is a step too, of zero gradient, unless ZERO_CONTRAST says otherwise; one that is too stale or has
+no graded rollout never is. When the tasks run out, they come again in the same order. Every knob is an environment
 variable (`python3 -m recipe.config table`); nothing is set twice.
 
 Reads   the tasks that the env server serves (split `train`), in the order of $RUN_DIR/tasks/train.json where that
@@ -168,7 +168,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
                                     settings.weight_sync_timeout),
         callbacks=[*checks, heartbeat, metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)],
         on_skip=heartbeat.on_skip,
-        while_waiting=while_waiting, canary=sync_canary, skip_flat=settings.zero_contrast == "skip",
+        while_waiting=while_waiting, canary=sync_canary, zero_contrast=settings.zero_contrast,
         row_tokens=settings.max_model_len, kept_tokens=kept)
     trainer.remove_callback(PrinterCallback)
     AtStep.install(trainer.callback_handler.callbacks)

@@ -77,7 +77,7 @@ class Settings:
     model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
     adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter; a Hugging Face Job must "
                              "have one", check=repo_id)
-    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 40, 100)
+    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 60, 100)
     seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
     n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64, 64)
     n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64, 64)
@@ -100,7 +100,7 @@ class Settings:
     lora_conv: bool = knob(False, "LORA_CONV", "adapt the projections of the short convolutions too")
     # optimisation
     learning_rate: float = knob(1e-6, "LEARNING_RATE", "constant learning rate (AdamW)", check=between(1e-9, 1),
-                                local=1e-3, deepcoder=1e-5)
+                                local=5e-4, deepcoder=1e-5)
     num_generations: int = knob(8, "NUM_GENERATIONS", "rollouts of one GRPO group", "rollouts", at_least(2), 4)
     max_inflight: int = knob(32, "MAX_INFLIGHT", "rollouts that run at once", "rollouts", at_least(1), 4, 8)
     max_staleness: int = knob(4, "MAX_STALENESS", "oldest usable rollout", "optimizer steps", at_least(0))
@@ -118,8 +118,9 @@ class Settings:
                                  "only within MAX_MODEL_LEN tokens; a step is a group either way", "sequences",
                                  at_least(1), deepcoder=4)
     zero_contrast: str = knob("train", "ZERO_CONTRAST", "groups whose rewards are all equal: train makes them a step "
-                              "of zero gradient, as GRPO does; skip gives the step to the next group",
-                              check=one_of("train", "skip"))
+                              "of zero gradient, as GRPO does, in which AdamW's momentum goes on; hold makes them a "
+                              "step that moves nothing; skip gives the step to the next group",
+                              check=one_of("train", "hold", "skip"), local="hold")
     ratio_stop: bool = knob(False, "RATIO_STOP", "end the run when the importance ratio of fresh rows is outside "
                             "0.998-1.002 for three steps running, instead of warning")
     dtype: str = knob("bfloat16", "DTYPE", "dtype of the base weights in trainer and engine; --local takes bfloat16 "

@@ -68,19 +68,19 @@ class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
     `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
-    `canary` checks each sync; `skip_flat` leaves groups without contrast out; several sequences share a row only within
-    `row_tokens`; where gradient checkpointing is on, rows of up to `kept_tokens` do without.
+    `canary` checks each sync; `zero_contrast` says what becomes of groups without contrast; several sequences share a
+    row only within `row_tokens`; where gradient checkpointing is on, rows of up to `kept_tokens` do without.
     """
 
     def __init__(self, *args: Any, on_skip: Callable[[str], None] = lambda reason: None,
                  while_waiting: Callable[[], None] = lambda: None, canary: Canary | None = None,
-                 skip_flat: bool = False, row_tokens: int = 0, kept_tokens: int = 0, **kwargs: Any):
+                 zero_contrast: str = "train", row_tokens: int = 0, kept_tokens: int = 0, **kwargs: Any):
         check_shape()
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
-        self.on_skip, self.while_waiting, self.canary, self.skip_flat = on_skip, while_waiting, canary, skip_flat
+        self.on_skip, self.while_waiting, self.canary, self.zero_contrast = on_skip, while_waiting, canary, zero_contrast
         self.row_tokens, self.kept_tokens = row_tokens, kept_tokens
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
@@ -92,7 +92,8 @@ class GroupGRPOTrainer(ExactCursor):
 
         self._rollout_dataset = GroupStream(
             self.rollout_queue, lambda: self.model_version, check_health, self.args.max_staleness,
-            self._trained_groups, self.on_skip, self.syncs, self.skip_flat)
+            self._trained_groups, self.on_skip, self.syncs,
+            self.zero_contrast == "skip")
         collator = GroupCollator(self.processing_class.pad_token_id, groups_trained=self._trained_groups,
                                  metrics=self._metrics["train"], token_budget=self.args.token_budget or 0,
                                  sequences=self.args.per_device_train_batch_size, most=self.row_tokens,
@@ -105,7 +106,12 @@ class GroupGRPOTrainer(ExactCursor):
         self.group_health = [health for row in inputs["rows"] for health in row["health"]]
         loss = sum(super(GroupGRPOTrainer, self).training_step(model, row, num_items_in_batch)
                    for row in inputs["rows"])
-        self._log_group()
+        health = step_health(self.group_health)
+        self._log_group(health)
+        if self.zero_contrast == "hold" and not health["contrast"]:
+            # AdamW passes over what has no gradient. One of zeros would let its momentum move on, and what that spoils
+            # no later step repairs: where no rollout is right any more, no gradient ever comes again.
+            model.zero_grad(set_to_none=True)
         return loss
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
@@ -118,9 +124,8 @@ class GroupGRPOTrainer(ExactCursor):
                        self.epsilon_low, self.epsilon_high)
         return loss * inputs["weight"]
 
-    def _log_group(self) -> None:
+    def _log_group(self, health: dict[str, Any]) -> None:
         """The step's health into TRL's metrics, from which it goes to trackio."""
-        health = step_health(self.group_health)
         sink = self._metrics["train"]
         for name in ("ratio_mean", "ratio_min", "ratio_max", "clipped", "kl", "entropy", "staleness_mean", "forks",
                      "realigned", "drift_tokens", "ungraded_rollouts", "contrast", "fresh_rows", "fresh_ratio_mean"):
