@@ -152,6 +152,19 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     assert not (tmp_path / "weights").exists()
 
 
+def test_a_group_without_contrast_is_a_step_that_moves_nothing_where_it_is_held(tmp_path, monkeypatch, trl_globals):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
+    settings = local_settings(tmp_path, zero_contrast="hold")
+    with SmallEngine(small_model()) as engine:
+        settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
+        sessions = SmallSessions(engine.url, 3, {1: ["runs", "ungraded"]}, tmp_path / "sessions")
+        assert train_lora.train(settings, "never", sessions) == 0
+    assert [(step["contrast"], step["rollouts"]) for step in steps_of(tmp_path)] == [(True, 4), (False, 2), (True, 4)]
+    moved = [any(not torch.equal(before[name], after[name]) for name in after)
+             for before, after in zip(engine.served[:-1], engine.served[1:], strict=True)]
+    assert moved == [True, False, True], "AdamW's momentum stands still too"
+
+
 def train_lora_adapter(run: Path):
     return PeftModel.from_pretrained(Lfm2ForCausalLM.from_pretrained(run / "model"), run / "adapter")
 
