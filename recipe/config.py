@@ -77,7 +77,7 @@ class Settings:
     model_revision: str = knob("main", "MODEL_REVISION", "commit or branch of a Hub model")
     adapter_repo: str = knob("", "ADAPTER_REPO", "Hub repository that receives the adapter; a Hugging Face Job must "
                              "have one", check=repo_id)
-    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 60, 100)
+    max_steps: int = knob(1000, "MAX_STEPS", "optimizer steps; 20 is the smoke run", "steps", at_least(1), 80, 100)
     seed: int = knob(0, "SEED", "seed of task order, adapter initialisation and data generation", check=at_least(0))
     n_train_tasks: int = knob(1000, "N_TRAIN_TASKS", "training tasks", "tasks", at_least(1), 64, 64)
     n_tasks: int = knob(250, "N_TASKS", "held-out tasks of an evaluation", "tasks", at_least(1), 64, 64)

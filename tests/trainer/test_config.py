@@ -32,7 +32,7 @@ def test_local_wins_over_the_recipe_and_a_variable_over_both():
     local = chosen(("model", "max_steps", "learning_rate", "lora_targets", "tool_call_parser", "dataset", "lora",
                     "train_turns"), RECIPE="deepcoder", PRESET="local")
     assert local.pop("model").endswith("tiny/model")
-    assert local == dict(max_steps=60, learning_rate=5e-4, lora_targets=LORA_TARGETS, tool_call_parser="lfm2",
+    assert local == dict(max_steps=80, learning_rate=5e-4, lora_targets=LORA_TARGETS, tool_call_parser="lfm2",
                          dataset="generated", lora=True, train_turns="tool-calls")
     for preset in ("job", "local"):
         mine = dict(RECIPE="deepcoder", PRESET=preset, MAX_STEPS="3", LORA="0", DATASET="me/problems", SAVE_STEPS="7")
