@@ -80,8 +80,8 @@ class GroupGRPOTrainer(ExactCursor):
         if self.accelerator.num_processes != 1 or self.args.gradient_accumulation_steps != 1:
             raise ValueError("the trainer runs in one process and accumulates each group by itself: start it without "
                              "torchrun or accelerate launch, and leave gradient_accumulation_steps at 1")
-        self.on_skip, self.while_waiting, self.canary, self.zero_contrast = on_skip, while_waiting, canary, zero_contrast
-        self.row_tokens, self.kept_tokens = row_tokens, kept_tokens
+        self.on_skip, self.while_waiting, self.canary = on_skip, while_waiting, canary
+        self.zero_contrast, self.row_tokens, self.kept_tokens = zero_contrast, row_tokens, kept_tokens
         self.group_health: list[RowHealth] = []  # sequences of the last step
         self.syncs = SyncLog()
 
