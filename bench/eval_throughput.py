@@ -33,12 +33,14 @@ from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser  # noqa: E402
 from recipe.harbor_sessions import run_eval_rollout  # noqa: E402
 from recipe.policy_client import PolicyClient, PolicyError  # noqa: E402
 from recipe.pristine import NotPristine  # noqa: E402
+from recipe.redact import Redactor, stored_token  # noqa: E402
 from recipe.watchdog import write_atomic  # noqa: E402
 
 
 def one_by_one(settings: Settings, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """The plain loop: a cell begins when the one before it has ended."""
-    return [asdict(finish(job, run_eval_rollout(settings, SPLIT, job.index, job.served), 1)) for job in jobs]
+    clean = Redactor(stored_token())
+    return [asdict(finish(job, run_eval_rollout(settings, SPLIT, job.index, job.served), 1, clean)) for job in jobs]
 
 
 def side_by_side(settings: Settings, jobs: Sequence[Job]) -> list[dict[str, Any]]:

@@ -114,6 +114,7 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, path: Path, token_budget: int = 0, ratio_stop: bool = False, recipe: str = "smoldataenvs"):
         self.path, self.ratio_stop, self.recipe = path, ratio_stop, recipe
         self.ratio_alarm, self.oversize = RatioAlarm(), OversizeAlarm(token_budget)
+        self.clean = Redactor(stored_token())
         self.trainer: GroupGRPOTrainer | None = None  # set after the trainer is built
         self.began = self.last = time.monotonic()
         self.durations: list[float] = []
@@ -139,8 +140,13 @@ class MetricsCallback(TrainerCallback):
         if alarm and self.ratio_stop:
             raise RatioOutside(alarm)
         if state.global_step % TRACE_INTERVAL == 1:
-            group = without_secrets(self.trainer._rollout_dataset.last_group)  # Trackio may be a Space that others see
+            group = self.without_secrets(self.trainer._rollout_dataset.last_group)
             log_rollout_traces(group, state.global_step, args.report_to, max_traces=args.num_generations)
+
+    def without_secrets(self, samples: Iterable[RolloutSample]) -> list[RolloutSample]:
+        """The samples with conversations that somebody else may read: Trackio may be a Space."""
+        return [replace(sample, prompt=self.clean.deep(sample.prompt), completion=self.clean.deep(sample.completion))
+                for sample in samples]
 
     def record(self, step: int, max_steps: int, logs: dict[str, Any]) -> dict[str, Any]:
         rows = self.trainer.group_health
@@ -177,13 +183,6 @@ class MetricsCallback(TrainerCallback):
             "fresh_ratio_min": min(ratios, default=None), "fresh_ratio_max": max(ratios, default=None),
             "fresh_rows_outside": sum(not RATIO_BAND[0] <= ratio <= RATIO_BAND[1] for ratio in ratios),
         })
-
-
-def without_secrets(samples: Iterable[RolloutSample]) -> list[RolloutSample]:
-    """The samples with conversations that somebody else may read."""
-    clean = Redactor(stored_token())
-    return [replace(sample, prompt=clean.deep(sample.prompt), completion=clean.deep(sample.completion))
-            for sample in samples]
 
 
 def line(r: dict[str, Any]) -> str:

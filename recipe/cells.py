@@ -120,7 +120,7 @@ class CellLog:
         return found, stale
 
 
-def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
+def finish(job: Job, outcome: Outcome, attempts: int, clean: Redactor) -> Cell:
     """The cell of a rollout's outcome. Its reason, which may quote what the agent or a server wrote, goes to a
     repository with it: without secrets."""
     if outcome.status == "graded" and outcome.reward is not None:
@@ -128,7 +128,7 @@ def finish(job: Job, outcome: Outcome, attempts: int) -> Cell:
     else:
         status = "ungraded"
     return Cell(task=job.task, sample=job.sample, difficulty=job.difficulty, kind=job.kind, model=job.model,
-                status=status, reason=Redactor(stored_token()).text(outcome.reason),
+                status=status, reason=clean.text(outcome.reason),
                 reward=outcome.reward if status != "ungraded" else None,
                 tool_calls=outcome.tool_calls, model_calls=outcome.model_calls, tokens=outcome.tokens,
                 prompt_tokens=outcome.prompt_tokens, seconds=round(outcome.seconds, 3), phases=outcome.phases,
@@ -145,7 +145,7 @@ def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurr
     over all cells (0: two rounds of `concurrency`, at least 8), raises InfrastructureError. Cells in flight are then
     let finish, and kept when graded; the rest stay unfinished.
     """
-    breaker = breaker or max(8, 2 * concurrency)
+    breaker, clean = breaker or max(8, 2 * concurrency), Redactor(stored_token())
     stop, lock = threading.Event(), threading.Lock()
     state = {"in_a_row": 0, "why": ""}
 
@@ -155,7 +155,7 @@ def run_cells(jobs: Sequence[Job], run_one: Callable[[Job], Outcome], *, concurr
 
     def attempt_until_graded(job: Job) -> Cell | None:
         for attempt in range(1, retries + 2):
-            cell = finish(job, run_one(job), attempt)
+            cell = finish(job, run_one(job), attempt, clean)
             with lock:
                 if cell.status != "ungraded":
                     state["in_a_row"] = 0

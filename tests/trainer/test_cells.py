@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from recipe import cells as cells_module
 from recipe.cells import Cell, CellLog, InfrastructureError, Job, MadeWith, finish, run_cells
+from recipe.redact import Redactor
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Outcome:
     phases: dict[str, float] = field(default_factory=lambda: {"agent": 0.3})
 
 
+CLEAN = Redactor()
 DEAD = Outcome(status="ungraded", reason="sandbox did not start", reward=None)
 
 
@@ -47,8 +50,15 @@ def collect(todo, run_one, **more) -> list[Cell]:
     (Outcome(status="graded", reward=None), "ungraded", None),
 ])
 def test_status(outcome, status, reward):
-    cell = finish(jobs(1)[0], outcome, 1)
+    cell = finish(jobs(1)[0], outcome, 1, CLEAN)
     assert (cell.status, cell.reward, cell.reason) == (status, reward, outcome.reason)
+
+
+def test_the_stored_token_is_read_once_a_run(monkeypatch):
+    read = []
+    monkeypatch.setattr(cells_module, "stored_token", lambda: read.append(1) or ["a-stored-token"])
+    cells = collect(jobs(3), lambda job: Outcome(reason="a-stored-token"))
+    assert [cell.reason for cell in cells] == ["[secret removed]"] * 3 and read == [1]
 
 
 def test_the_reason_has_no_secret(monkeypatch):
@@ -139,7 +149,7 @@ def test_log_resumes_graded_cells_only(tmp_path):
     log = CellLog(tmp_path / "eval" / "cells.jsonl")
     todo = jobs(4)
     for job, outcome in zip(todo, [Outcome(), Outcome(reward=0.0), DEAD, Outcome()], strict=True):
-        log.append(finish(job, outcome, 1))
+        log.append(finish(job, outcome, 1, CLEAN))
     found, stale = log.graded(todo)
     assert {j.index: c["status"] for j, c in found.items()} == {0: "correct", 1: "wrong", 3: "correct"}
     assert stale == {}
@@ -148,18 +158,18 @@ def test_log_resumes_graded_cells_only(tmp_path):
         "task": "task-0", "sample": 0, "difficulty": "easy", "model": "base", "status": "correct", "reason": "",
         "tool_calls": 2, "model_calls": 3, "tokens": 50, "prompt_tokens": 900, "seconds": 0.5, "trial": "trial-1",
         "phases": {"agent": 0.3}, "attempts": 1, "made_with": {"protocol": "p1", "task": "t1", "adapter": ""}}
-    log.append(finish(todo[2], Outcome(), 2))  # the later line counts
+    log.append(finish(todo[2], Outcome(), 2, CLEAN))  # the later line counts
     assert log.graded(todo)[0][todo[2]]["status"] == "correct"
 
 
 def test_log_cells_of_other_settings_are_stale_until_those_come_back(tmp_path):
     log = CellLog(tmp_path / "cells.jsonl")
     for job in jobs(3):
-        log.append(finish(job, Outcome(), 1))
+        log.append(finish(job, Outcome(), 1, CLEAN))
     for change in ({"protocol": "p2"}, {"task": "t2"}, {"adapter": "a2"}):
         found, stale = log.graded(jobs(3, **change))
         assert not found and [*stale.values()] == [MadeWith("p1", "t1", "")] * 3
-    log.append(finish(jobs(1, protocol="p2")[0], Outcome(reward=0.0), 1))
+    log.append(finish(jobs(1, protocol="p2")[0], Outcome(reward=0.0), 1, CLEAN))
     assert [c["status"] for c in log.graded(jobs(3))[0].values()] == ["correct"] * 3
 
 
@@ -168,19 +178,19 @@ def test_samples_of_a_task_are_cells_of_their_own(tmp_path):
 
     log = CellLog(tmp_path / "cells.jsonl")
     (job,) = jobs(1)
-    log.append(finish(job, Outcome(), 1))
+    log.append(finish(job, Outcome(), 1, CLEAN))
     second = replace(job, sample=1)
     assert log.graded([job, second]) == ({job: log.read()[0]}, {})
-    log.append(finish(second, Outcome(reward=0.0), 1))
+    log.append(finish(second, Outcome(reward=0.0), 1, CLEAN))
     assert [c["status"] for c in log.of([job, second]).values()] == ["correct", "wrong"]
 
 
 def test_log_survives_a_torn_line(tmp_path):
     log = CellLog(tmp_path / "cells.jsonl")
     first, second, third = jobs(3)
-    log.append(finish(first, Outcome(), 1))
-    log.append(finish(second, Outcome(), 1))
+    log.append(finish(first, Outcome(), 1, CLEAN))
+    log.append(finish(second, Outcome(), 1, CLEAN))
     text = log.path.read_bytes()
     log.path.write_bytes(text[:-40])  # killed while it wrote the second line
-    log.append(finish(third, Outcome(), 1))
+    log.append(finish(third, Outcome(), 1, CLEAN))
     assert [c["task"] for c in log.read()] == ["task-0", "task-2"]
