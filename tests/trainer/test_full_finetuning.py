@@ -40,7 +40,7 @@ def save_small_qwen(folder: Path) -> Qwen3ForCausalLM:
     return model.eval()
 
 
-def test_training_all_weights_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
+def test_training_all_weights_then_resume(tmp_path, monkeypatch, capfd, trl_globals):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
     settings = local_settings(tmp_path, lora=False, recipe="deepcoder", per_device_batch=3, fork_threshold=1024,
                               save_steps=2, max_steps=3)
@@ -57,9 +57,13 @@ def test_training_all_weights_then_resume(tmp_path, monkeypatch, capsys, trl_glo
         assert newest_checkpoint(tmp_path / "checkpoints").name == "checkpoint-3"
         assert train_lora.train(dataclasses.replace(settings, max_steps=4), "auto", sessions) == 0
 
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "all weights are trained" in out and "packed sequences: influence on each other 0.0e+00 nats" in out
     assert f"model saved to {tmp_path / 'model'}" in out and not (tmp_path / "adapter").exists()
+    # By the worker, for each group; the last one may be cut off by its end.
+    printed = [panel.partition("╰")[0] for panel in out.split("─ Step ")[1:] if "╰" in panel]
+    assert len(printed) >= 4 and "ASSISTANT" in printed[0]
+    assert [panel.count("USER") for panel in printed] == [1] * len(printed), "as many as PRINT_COMPLETIONS says"
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [{row["group"] for row in step["group_rows"]} for step in steps[:3]] == [{0}, {1}, {3}]
     assert steps[2]["skipped_groups"]["no contrast"] == 1, "group 2 is graded and has no row"
