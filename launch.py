@@ -6,6 +6,7 @@
     python3 launch.py train --adapter-repo you/… --env GPUS=1                # both on one GPU, half the price
     python3 launch.py watch --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # learning curve
     python3 launch.py eval  --adapter-repo you/LFM2.5-2.6B-opencode-lora-RL --submit                # final comparison
+    python3 launch.py eval  --adapter-repo you/… --adapter you/…/checkpoint-300@1a2b3c        # of one checkpoint
 
 It needs a token that may write to your repositories and run jobs (`hf auth login` or HF_TOKEN), and huggingface_hub 2,
 which the recipe's other environments cannot have: it makes an environment of its own on its first run. With
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from recipe import sandbox_costs, sandbox_keys
 from recipe.checks import almost
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
+from recipe.launch_checks import adapter_of
 
 IMAGE = "vllm/vllm-openai:v0.31.0"
 LABEL = {"recipe": "lfm-opencode-lora-rl"}
@@ -64,6 +67,7 @@ class Job:
     settings: Settings
     step_seconds: tuple[float, float] = (FAST_STEP, SLOW_STEP)
     measured: str = ""  # the run folder that step_seconds comes from
+    adapter: str = ""  # what is evaluated, where it is not the adapter of adapter_repo
 
     @property
     def adapter_repo(self) -> str:
@@ -83,10 +87,11 @@ class Job:
     @property
     def arguments(self) -> dict:
         fetch = f"hf download {self.code_repo} --local-dir /app"
+        script = KINDS[self.kind].script + (f" --adapter {shlex.quote(self.adapter)}" if self.adapter else "")
         return dict(
             image=IMAGE, flavor=self.flavor, timeout=f"{self.hours:g}h", env=self.env,
             labels=LABEL | {"kind": self.kind},
-            command=["bash", "-c", f"pip -q install huggingface_hub && {fetch} && bash /app/{KINDS[self.kind].script}"],
+            command=["bash", "-c", f"pip -q install huggingface_hub && {fetch} && bash /app/{script}"],
             # Sandboxes of other providers come back through a forwarder of their own.
             **({"expose_public": [self.settings.public_port]} if self.settings.sandbox == "hf-sandbox" else {}))
 
@@ -175,7 +180,8 @@ def plan(args: argparse.Namespace) -> Job:
     if settings.sandbox != "hf-sandbox":  # whose key is the token, looked at later
         sandbox_keys.check(settings.sandbox, os.environ)
     job = Job(args.kind, code, flavor, hours, env, settings,
-              *((seconds_of(args.from_run), str(args.from_run)) if args.from_run else ()))
+              *((seconds_of(args.from_run), str(args.from_run)) if args.from_run else ()),
+              adapter=adapter_of(args.kind, args.adapter))
     if job.estimate and job.estimate[1] > hours:
         raise SettingsError(f"{settings.max_steps} steps may take {job.estimate[1]:.1f} h, the job would end after "
                             f"{hours:g} h: raise --hours or lower MAX_STEPS.")
@@ -213,6 +219,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("kind", choices=KINDS, help="training, per-checkpoint evaluation, final evaluation")
     parser.add_argument("--adapter-repo", required=True, metavar="OWNER/NAME", help="receives or holds the adapter")
+    parser.add_argument("--adapter", metavar="OWNER/NAME[/checkpoint-N][@REVISION]",
+                        help="what eval evaluates (default: the adapter of --adapter-repo)")
     parser.add_argument("--code-repo", metavar="OWNER/NAME", help="receives this code (default: …-code of that owner)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a setting, repeatable")
     parser.add_argument("--flavor", help="machine (default: h200x2 to train, h200 with "

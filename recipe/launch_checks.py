@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from recipe.config import REPO
+from recipe.adapters import AdapterError, Spec
+from recipe.config import REPO, SettingsError
 
 TOKENS = "https://huggingface.co/settings/tokens"
 
@@ -141,3 +143,19 @@ def run_checks(job: Any) -> bool:
             if name == "token":
                 break
     return good
+
+
+def adapter_of(kind: str, adapter: str | None) -> str:
+    """`adapter`, which a job of `kind` is to evaluate and must be able to fetch. Raises SettingsError."""
+    if not adapter:
+        return ""
+    if kind != "eval":
+        raise SettingsError("--adapter names what `launch.py eval` evaluates: leave it out.")
+    if Path(adapter).is_dir():
+        raise SettingsError(f"--adapter {adapter}: a job does not see the folders of this machine: name one on the "
+                            "Hub, owner/name[/checkpoint-N][@revision].")
+    try:
+        Spec.parse(adapter)
+    except AdapterError as err:
+        raise SettingsError(f"--adapter: {err}") from None
+    return adapter

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hub_double import HubDouble, hub_environ
 
-from recipe.config import REPO
+from recipe.config import REPO, SettingsError
 
 ADAPTER, CODE = "me/adapter", "me/lfm-opencode-lora-rl-code"
 MODEL = "LiquidAI/LFM2.5-2.6B"
@@ -154,6 +154,21 @@ def test_one_gpu_takes_the_machine_of_half_the_price():
     assert (one.flavor, two.flavor) == ("h200", "h200x2") and two.dollars(1) - one.dollars(1) == 5
     assert "one takes longer" in one.describe() and "one takes longer" not in two.describe()
     assert plan(parse(["eval", "--adapter-repo", "me/adapter"])).flavor == "h200"
+
+
+def test_an_evaluation_may_be_of_one_checkpoint():
+    from launch import parse, plan
+
+    def job(kind: str, *more: str):
+        return plan(parse([kind, "--adapter-repo", "me/adapter", *more]))
+
+    named = job("eval", "--adapter", "other/adapter/checkpoint-300@1a2b3c").arguments["command"][-1]
+    assert named.endswith("bash /app/run_eval.sh --adapter other/adapter/checkpoint-300@1a2b3c")
+    assert job("eval").arguments["command"][-1].endswith("bash /app/run_eval.sh")
+    for kind, adapter, said in (("eval", "tests/hub", "does not see the folders"), ("eval", "adapter", "neither"),
+                                ("eval", "me/a; true", "neither"), ("watch", "me/adapter", "leave it out")):
+        with pytest.raises(SettingsError, match=said):
+            job(kind, "--adapter", adapter)
 
 
 def test_a_job_of_an_organisation_has_its_sandboxes_there_or_where_the_user_says(world, launcher, tmp_path):
