@@ -58,3 +58,12 @@ def local_settings(run_dir: Path, **changes) -> Settings:
     base = Settings.load({"PRESET": "local", "RUN_DIR": str(run_dir)})
     return dataclasses.replace(base, **{**dict(model=str(save_small_model(run_dir / "model")), max_steps=3,
                                                num_generations=4, max_inflight=4, learning_rate=5e-3), **changes})
+
+
+def fill_adapter(model: torch.nn.Module, seed: int) -> None:
+    """Moves every B of a PEFT model away from zero, so that its adapter acts."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from lfm2_small import packed, small_model
+from lfm2_small import fill_adapter, packed, small_model
 from peft import get_peft_model
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
@@ -29,11 +29,7 @@ def adapted_model(isolated: bool = True, checkpointing: bool = False, **changes)
     """A PEFT model whose adapter acts, on convolutions too, with packed attention."""
     base = small_model(std=0.25, attn_implementation=attention.SDPA_PACKED, **changes)
     model = get_peft_model(base, lora_config(Settings.load(CONV_LORA)))
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    fill_adapter(model, seed=5)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from lfm2_small import packed, small_model
+from lfm2_small import fill_adapter, packed, small_model
 from peft import get_peft_model
 
 from recipe import attention, short_conv, speed
@@ -26,11 +26,7 @@ def adapted(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A small PEFT model whose adapter acts, with gradient checkpointing enabled."""
     base = small_model(std=0.25, attn_implementation=attention.SDPA_PACKED).to(dtype)
     model = get_peft_model(base, lora_config(Settings.load({"LORA_R": "8", "LORA_ALPHA": "16"})))
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    fill_adapter(model, seed=5)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     short_conv.isolate(model)

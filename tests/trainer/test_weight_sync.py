@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from lfm2_small import small_model
+from lfm2_small import fill_adapter, small_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
@@ -27,11 +27,7 @@ def adapted(dtype: torch.dtype):
     base = small_model().to(dtype)
     original = copy.deepcopy(base.state_dict())
     model = get_peft_model(base, lora_config(Settings.load({"LORA_R": "8", "LORA_ALPHA": "24"})))
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
+    fill_adapter(model, seed=3)
     return model, original
 
 
