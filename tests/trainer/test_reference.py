@@ -25,7 +25,9 @@ from recipe.config import REPO, Settings
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.rollout_worker import ROW
 
-CLIP, MAX_NORM, BETAS, EPSILON = 0.2, 1.0, (0.9, 0.999), 1e-8
+# AdamW's first move is the sign of the gradient, so with the usual epsilon of 1e-8 the rounding of float32 would decide
+# it where the gradient is about zero; with this one the move is continuous in the gradient.
+CLIP, MAX_NORM, BETAS, EPSILON = 0.2, 1.0, (0.9, 0.999), 1e-3
 # Forks, an ungraded rollout, one whose turns carry no loss, and one that ends under newer weights than it began with.
 FATES = {0: ["forks", "runs", "ungraded", "runs"], 1: ["runs", "says nothing trained", "forks", "runs"],
          2: ["runs", "spans 3"]}
@@ -44,7 +46,9 @@ def recorded(run: Path, monkeypatch, lora: bool) -> tuple[Settings, list[list[Ro
         groups.append(self._rollout_dataset.last_group)
         return real(self, model, inputs, num_items_in_batch)
 
+    arguments = train_lora.trainer_arguments
     monkeypatch.setattr(GroupGRPOTrainer, "training_step", watched)
+    monkeypatch.setattr(train_lora, "trainer_arguments", lambda *of: arguments(*of) | {"adam_epsilon": EPSILON})
     settings = local_settings(run, lora=lora, token_budget=64, lora_r=8, lora_alpha=24)
     with SmallEngine(small_model()) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port, run_dir=str(run / "run"))
@@ -114,4 +118,4 @@ def test_steps_are_those_of_grpo(tmp_path, monkeypatch, trl_globals, lora):
         assert len(moved) == (2 * 4 + 4 * 3 if lora else len(after))
         error, size = (math.sqrt(sum(float((a[name].double() - b[name]).square().sum()) for name in moved))
                        for a, b in ((after, expected), (before, expected)))
-        assert error < 1e-3 * size, (error, size)
+        assert error < 1e-4 * size, (error, size)
