@@ -198,7 +198,7 @@ def line(r: dict[str, Any]) -> str:
         f"rows {fresh}",
         f"entropy {trl.get('entropy', math.nan):.3f}",
         f"tools {r['tool_calls']:.1f}",
-        f"tokens {r['tokens']} ({r['trained_tokens']} trained)",
+        f"tokens {r['tokens']} ({r['trained_tokens']} trained, {r['tokens'] / r['seconds']:.0f}/s)",
         f"stale {r['staleness_mean']:.1f}",
         *([f"forks {r['forks']}"] if r["forks"] else []),
         *([f"skipped {skipped}"] if skipped else []),

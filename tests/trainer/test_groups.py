@@ -203,8 +203,8 @@ def test_line_of_a_step_names_every_figure():
               "trl": {"entropy": 0.31, "perf/rollout_wait_s": 8.1, "perf/fwd_bwd_s": 3.0, "perf/weight_sync_s": None}}
     text = line(record)
     for part in ("step 7/30", "reward 0.520 ± 0.500 (2/4 correct)", "ratio 1.0001 [0.900, 1.100]",
-                 "fresh 2/5 rows 0.99999", "entropy 0.310", "tools 2.2", "tokens 10240 (300 trained)", "skipped 3",
-                 "forks 2", "12.3 s (wait 8.1, train 3.0", "ETA 1h01m"):
+                 "fresh 2/5 rows 0.99999", "entropy 0.310", "tools 2.2", "tokens 10240 (300 trained, 833/s)",
+                 "skipped 3", "forks 2", "12.3 s (wait 8.1, train 3.0", "ETA 1h01m"):
         assert part in text, part
 
 
