@@ -23,6 +23,7 @@ from typing import Any
 
 import requests
 
+from bench.model import FOLDER
 from recipe.config import REPO
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, Parser
 
@@ -32,7 +33,7 @@ PACKAGES = ("torch", "vllm", "transformers", "trl", "peft", "accelerate")
 
 def parser(doc: str) -> argparse.ArgumentParser:
     made = Parser(doc)
-    made.add_argument("--model", type=Path, default=Path("/tmp/lfm-random-2.6b"),
+    made.add_argument("--model", type=Path, default=FOLDER,
                       help="model folder; made with random weights of LFM2.5-2.6B's shape where it is missing "
                       "(default: %(default)s)")
     made.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<gpus>gpu-<time>.json)")
@@ -76,9 +77,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(cell(row.get(name)) for name in names) + " |" for row in rows])
 
 
-def report(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], **more: Any) -> None:
-    """Prints the table and writes everything as JSON."""
-    ran = versions()
+def report(name: str, args: argparse.Namespace, rows: list[dict[str, Any]], ran: dict[str, str] | None = None,
+           **more: Any) -> None:
+    """Prints the table and writes everything as JSON. `ran`: the versions, where others measured than those here."""
+    ran = versions() if ran is None else ran
     print("\n" + table(rows))
     for key, value in more.items():
         print(f"{key}: {json.dumps(value, default=str)}")

@@ -3,16 +3,22 @@
     python3 -m bench.loop --run "MAX_STEPS=20 bash run_job.sh --local"      runs it, watching the GPUs
     python3 -m bench.loop --run-dir runs/local-…                             reads a finished run (no GPU figures)
 
-The command gets RUN_DIR; settings stand before it or in the environment. Idle is the share of samples (4 a second, from
-nvidia-smi, while steps are trained) in which no kernel ran in the last sampling period, so it is an upper bound on use.
-Times of a step are those of metrics.jsonl, the first steps left out: `wait` for rollouts, `train`, `sync`.
+The command gets RUN_DIR; settings stand before it or in the environment. A signal is passed on to it, and a job that
+was ended has figures all the same: of the steps that it trained. Idle is the share of samples (4 a second, from
+nvidia-smi, while steps are trained) in which no kernel ran in the last sampling period, so it is an upper bound on use;
+with CUDA_VISIBLE_DEVICES only those GPUs are watched. Without nvidia-smi there are no such figures, and the job runs on
+the CPU engine. Times of a step are those of metrics.jsonl, the first steps left out: `waiting` for rollouts, `forward
+and backward`, `sync`.
 Prices: h200 $5 an hour, h200x2 $10 (https://huggingface.co/docs/hub/jobs-pricing).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,27 +36,58 @@ WARM = 3  # steps until the queue of rollouts is full
 
 
 class Watch:
-    """Samples (time, busy %) of each GPU until stopped."""
+    """Samples (time, {GPU: busy %}) until stopped; none where there is no nvidia-smi."""
 
     def __init__(self) -> None:
-        self.samples: list[tuple[float, list[int]]] = []
+        self.samples: list[tuple[float, dict[str, int]]] = []
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
+        if not shutil.which("nvidia-smi"):
+            print("no nvidia-smi here: the GPUs, if there are any, are not watched", file=sys.stderr)
+            return
+        command = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits"]
+        if os.environ.get("CUDA_VISIBLE_DEVICES"):
+            command.append(f"--id={os.environ['CUDA_VISIBLE_DEVICES']}")
         while not self.ended.wait(0.25):
-            done = subprocess.run(["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"],
-                                  capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
-                self.samples.append((time.time(), [int(v) for v in done.stdout.split() if v.isdigit()]))
+                self.samples.append((time.time(), {gpu: int(busy) for gpu, busy in (
+                    line.split(", ") for line in done.stdout.splitlines()) if busy.isdigit()}))
 
-    def between(self, begin: float, end: float) -> list[dict[str, float]]:
+    def between(self, begin: float, end: float) -> dict[str, float]:
         """For each GPU the share of idle samples and the mean use."""
         inside = [busy for at, busy in self.samples if begin <= at <= end and busy]
-        return [{"idle %": round(100 * sum(b[g] == 0 for b in inside) / len(inside), 1),
-                 "mean busy %": round(statistics.mean(b[g] for b in inside), 1)}
-                for g in range(len(inside[0]))] if inside else []
+        found = {}
+        for gpu in inside[0] if inside else ():
+            use = [busy[gpu] for busy in inside if gpu in busy]
+            found[f"GPU {gpu} idle %"] = round(100 * sum(u == 0 for u in use) / len(use), 1)
+            found[f"GPU {gpu} mean busy %"] = round(statistics.mean(use), 1)
+        return found
+
+
+def run_job(command: str, run: Path, gpus: int) -> int:
+    """Exit code of the job; it gets the signals that this process gets."""
+    process = subprocess.Popen(["bash", "-c", command], cwd=REPO, process_group=0,
+                               env=os.environ | {"RUN_DIR": str(run), "GPUS": str(gpus)})
+
+    def pass_on(number: int, _: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    return process.wait()
+
+
+def weights_by(run: Path) -> str | None:
+    """What the trainer says of the engine and of the way to it; None where that is no vLLM."""
+    log = run / "logs" / "train.log"
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("weights to vLLM")] \
+        if log.exists() else []
+    return said[-1].removeprefix("weights to ") if said else None
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
@@ -71,7 +108,9 @@ def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
     ratios = [s["fresh_ratio_mean"] for s in steady if s.get("fresh_ratio_mean") is not None]
     return {"steps": len(steps), "s a step": round(seconds, 2),
             "rollouts a minute": round(60 * mean([s["rollouts"] for s in steady]) / seconds, 1),
-            "tokens a step": round(mean([s["tokens"] for s in steady])), "sync s": round(trl("perf/weight_sync_s"), 3),
+            "tokens a step": round(mean([s["tokens"] for s in steady])),
+            "waiting s": round(trl("perf/rollout_wait_s"), 2),
+            "forward and backward s": round(trl("perf/fwd_bwd_s"), 2), "sync s": round(trl("perf/weight_sync_s"), 3),
             "paused s": round(trl("sync/paused_s"), 3),
             "reward first, last": f"{mean([s['reward_mean'] for s in steps[:5]]):.3f}, "
                                   f"{mean([s['reward_mean'] for s in steps[-5:]]):.3f}",
@@ -86,14 +125,13 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--run-dir", type=Path, help="a finished run")
     options.add_argument("--gpus", type=int, choices=(1, 2), default=1, help="for the price")
     args = options.parse_args(argv)
-    idle: list[dict[str, float]] = []
+    idle: dict[str, float] = {}
     code = 0
     run = args.run_dir
     if args.run:
         run = Path(os.environ.get("RUN_DIR") or tempfile.mkdtemp(prefix="bench-loop-"))
         watch = Watch()
-        code = subprocess.run(["bash", "-c", args.run], cwd=REPO, env=os.environ | {"RUN_DIR": str(run),
-                                                                                    "GPUS": str(args.gpus)}).returncode
+        code = run_job(args.run, run, args.gpus)
         watch.ended.set()
     steps = read_steps(run) if (run / "metrics.jsonl").exists() else []
     if not steps:
@@ -101,10 +139,8 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if args.run:
         idle = watch.between(steps[min(WARM, len(steps) - 1)]["time"], steps[-1]["time"])
-    row = {"GPUs": args.gpus} | figures(steps, args.gpus)
-    for number, gpu in enumerate(idle):
-        row |= {f"GPU {number} {name}": value for name, value in gpu.items()}
-    report("loop", args, [row], run_dir=str(run), exit_code=code)
+    row = {"GPUs": args.gpus} | figures(steps, args.gpus) | idle
+    report("loop", args, [row], run_dir=str(run), exit_code=code, weights_to=weights_by(run))
     return 0
 
 

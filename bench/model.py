@@ -20,6 +20,7 @@ from recipe.exits import Parser
 HIDDEN, FEED_FORWARD, HEADS, KV_HEADS, VOCABULARY, LAYERS = 2048, 10752, 32, 8, 65536, 30
 THETA = 1e6
 TINY = REPO / "tiny" / "model"
+FOLDER = Path("/tmp/lfm-random-2.6b")  # made once, for all benchmarks and tests
 
 
 def layer_types(layers: int = LAYERS) -> list[str]:

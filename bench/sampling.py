@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     head = config.hidden_size // config.num_attention_heads
     per_token = 2 * config.layer_types.count("full_attention") * config.num_key_value_heads * head * 2
     read_rate = limits["copy_bytes_per_s"] / 2
-    rows, failed = [], {}
+    rows, failed, code = [], {}, 0
     for variant in args.variants.split(","):
         try:
             log = Path(f"/tmp/bench-sampling-{variant}.log")
@@ -115,14 +115,15 @@ def main(argv: list[str] | None = None) -> int:
                                  "server start s": round(server.start_seconds)})
                     print(rows[-1], flush=True)
         except SystemExit as err:
-            if err.code == EXIT_TERMINATED:
-                raise
+            if err.code == EXIT_TERMINATED:  # a time limit: what is measured by now is kept
+                failed[variant], code = "ended by a signal", EXIT_TERMINATED
+                break
             failed[variant] = f"the server did not start ({err.code}), see /tmp/bench-sampling-{variant}.log"
     if not rows:
         print(failed, file=sys.stderr)
         return 1
     report("sampling", args, rows, limits=limits, not_run=failed, weights_bytes=weights, cache_bytes_a_token=per_token)
-    return 0
+    return code
 
 
 if __name__ == "__main__":
