@@ -34,7 +34,7 @@ class Machine:
 
     async def exec(self, command: str, **_: object) -> ExecResult:
         command = command.replace("/usr/local/bin", str(self.target)).replace(MODELS_PATH, str(self.models))
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60,
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600,
                               env={"PATH": f"{self.bin}:{self.target}:/usr/bin:/bin", "HOME": str(self.bin)})
         return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import hashlib
 import io
 import subprocess
@@ -22,12 +23,13 @@ CONTENT = b"#!/bin/sh\necho 9.9.9\n"
 
 
 def tarball(member: str = opencode_binary.MEMBER) -> bytes:
+    """The same bytes at any time: a gzip file has in it when it was made, in seconds."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         info = tarfile.TarInfo(member)
         info.size, info.mode = len(CONTENT), 0o755
         archive.addfile(info, io.BytesIO(CONTENT))
-    return buffer.getvalue()
+    return gzip.compress(buffer.getvalue(), mtime=0)
 
 
 def integrity(data: bytes) -> str:
