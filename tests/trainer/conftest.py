@@ -1,4 +1,5 @@
-"""Keeps trackio's data of the tests out of the home directory: it reads its folder when TRL imports it."""
+"""Keeps trackio's data of the tests out of the home directory (it reads its folder when TRL imports it), and made-up
+examples the same in every run."""
 
 from __future__ import annotations
 
@@ -9,11 +10,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # its loopback ports
 FOLDER = tempfile.mkdtemp(prefix="trackio-tests-")
 os.environ["TRACKIO_DIR"] = FOLDER
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+# The same examples in every run, on a machine of any speed.
+settings.register_profile("same everywhere", derandomize=True, database=None, deadline=None,
+                          suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same everywhere")
 
 
 def pytest_unconfigure() -> None:

@@ -14,7 +14,7 @@ from trl.experimental.async_grpo.async_rollout_worker import TurnRecord, _chain_
 from recipe.policy_cpu.chat import Text
 from recipe.policy_cpu.lfm2_calls import END, START, parse
 
-EXAMPLES = settings(max_examples=500, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=500)
 HEREDOC = "cat > a.py <<'EOF'\nprint(\"[1, (2)]\", '\\n')\n\tif x == '': pass\nEOF\npython3 a.py | sed -n '1,9p'\n"
 PIECES = st.sampled_from(["'", '"', "\\", "\n", "\r\n", "\t", "[", "](", ")", "]", ", from=1", "#", "{}", "<<EOF", "é",
                           "€", "日", "$(x)", "`", "'''", '"""', " ", "f'{a}'", "0", "\\n", "=", HEREDOC, "\x00", "%s"])
