@@ -38,7 +38,7 @@ def test_packed_row_equals_separate_sequences():
         row = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         alone = torch.cat([model(input_ids=ids[:, a:b], position_ids=positions[:, a:b], use_cache=False).logits[0]
                            for a, b in sequence_spans(positions[0])])
-    assert (row - alone).abs().max() < 1e-5
+    assert (row - alone).abs().max() < 1e-4
     # the same row as one sequence differs: the figures above would notice a leak
     with torch.no_grad():
         leaking = model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits[0]
@@ -110,7 +110,7 @@ def test_varlen_hands_the_kernel_what_it_expects(monkeypatch, kernel):
         logits.log_softmax(-1).gather(-1, ids[0, :, None]).sum().backward()
         found.append((logits, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
     (logits, grad), (other_logits, other_grad) = found
-    assert (logits - other_logits).abs().max() < 1e-5 and (grad - other_grad).norm() < 1e-5 * grad.norm()
+    assert (logits - other_logits).abs().max() < 1e-4 and (grad - other_grad).norm() < 1e-5 * grad.norm()
 
 
 def test_installed_torch_takes_the_call():

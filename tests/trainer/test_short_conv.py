@@ -17,6 +17,7 @@ from recipe.isolation_check import LeakError
 from recipe.lfm2 import lora_config
 from recipe.short_conv import UnknownLfm2Code, check_shape, isolate, isolated_conv
 
+ROUNDING = 1e-4  # of float32, which kernels of other processors order otherwise; a leak is 1e-2 and more
 CONV_LORA = {"LORA_R": "8", "LORA_ALPHA": "16", "LORA_CONV": "1"}
 
 
@@ -76,7 +77,7 @@ def test_packed_equals_separate(taps, checkpointing):
     assert {len(c) for c in cases} >= {1, 2, 16}
     for lengths in cases:
         log_probs, gradients = differences(model, lengths)
-        assert log_probs < 1e-5 and gradients < 1e-5, lengths
+        assert log_probs < ROUNDING and gradients < ROUNDING, lengths
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -92,7 +93,7 @@ def test_one_sequence_equals_the_stock_model():
     isolate(isolated)
     with torch.no_grad():
         expected, found = (m(input_ids=ids, position_ids=positions, use_cache=False).logits for m in (stock, isolated))
-    assert torch.allclose(expected, found, atol=1e-5)
+    assert torch.allclose(expected, found, atol=ROUNDING)
 
 
 def test_padded_batch_and_generation_stay_as_they_were():
@@ -104,7 +105,7 @@ def test_padded_batch_and_generation_stay_as_they_were():
     with torch.no_grad():
         expected, found = (m(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False)
                            .logits[mask.bool()] for m in (stock, isolated))
-    assert torch.allclose(expected, found, atol=1e-6)
+    assert torch.allclose(expected, found, atol=ROUNDING)
     assert torch.equal(*(m.generate(ids, max_new_tokens=8, do_sample=False) for m in (stock, isolated)))
 
 

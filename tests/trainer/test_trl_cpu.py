@@ -41,7 +41,7 @@ def test_log_probs_and_entropy_of_the_fused_head():
         model.zero_grad()
         log_probs.sum().backward(retain_graph=True)
         gradients.append(model.lm_head.weight.grad.clone())
-    assert torch.allclose(*gradients, atol=1e-5) and gradients[0].abs().sum() > 0
+    assert torch.allclose(*gradients, atol=1e-4) and gradients[0].abs().sum() > 0
 
 
 def test_model_is_loaded_with_the_chosen_backend(monkeypatch):
