@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,7 +225,8 @@ def evaluated(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(eval_watch, "evaluate", evaluate)
     monkeypatch.setattr(eval_watch, "terms_of", lambda s: TERMS)
-    monkeypatch.setattr(eval_watch.time, "sleep", lambda seconds: None)
+    # in the watcher alone: other threads of this process go on by the clock
+    monkeypatch.setattr(eval_watch, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     return order
 
 
@@ -233,7 +235,7 @@ def watch(s: Settings, source: Arriving) -> int:
 
 
 @pytest.fixture
-def idle(monkeypatch) -> None:
+def idle(monkeypatch, evaluated) -> None:
     """EVAL_IDLE_LIMIT passes at the third look."""
     clock = iter(range(0, 10_000))
     monkeypatch.setattr(eval_watch.time, "monotonic", lambda: next(clock))
