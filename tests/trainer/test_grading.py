@@ -204,16 +204,16 @@ def test_close_lets_the_waiting_thread_go(server, factory):
 
     def hang():
         running.set()
-        held.wait(60)
+        held.wait(600)
         return result()
 
     server.reply = hang
     session = factory.create(ROWS[0])
-    threading.Thread(target=lambda: (running.wait(30), session.close()), daemon=True).start()
+    threading.Thread(target=lambda: (running.wait(), session.close()), daemon=True).start()
     started = time.monotonic()
     with pytest.raises(RolloutAborted):
         session.wait_for_completion()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 240
     held.set()
     with pytest.raises(RolloutAborted):
         session.wait_for_completion()

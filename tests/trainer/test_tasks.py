@@ -38,9 +38,9 @@ def grade(task: LocalTask, command: str, folder: Path) -> float:
             (places["/tests"] / name).write_text(moved(text))
         elif "/input/" in path:
             (places[INPUT_DIR] / name).write_text(text)
-    subprocess.run(["bash", "-c", moved(command)], capture_output=True, timeout=20)
+    subprocess.run(["bash", "-c", moved(command)], capture_output=True, timeout=240)
     env = {**os.environ, "EXPECTED_ANSWER": task.answer, "ATOL": "0.001", "RTOL": "0"}
-    subprocess.run(["sh", str(folder / "tests/test.sh")], env=env, check=True, timeout=20)
+    subprocess.run(["sh", str(folder / "tests/test.sh")], env=env, check=True, timeout=240)
     return float((folder / "logs/verifier/reward.txt").read_text())
 
 

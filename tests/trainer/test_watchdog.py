@@ -15,6 +15,8 @@ import pytest
 from recipe import watchdog
 from recipe.config import REPO, Settings
 
+PATIENCE = 240  # seconds: nothing takes them unless it waits for a sleep of 600
+
 
 def settings(**env: str) -> Settings:
     return Settings.load({"PRESET": "local"} | env)
@@ -89,9 +91,9 @@ def watch(run_dir, pid: int, **env: str) -> subprocess.Popen:
 def test_a_stall_terminates_the_job(tmp_path, job):
     guard = watch(tmp_path, job.pid, STALL_LIMIT="5")
     watchdog.beat(tmp_path / "heartbeat.json", "train", step=12)
-    _, errors = guard.communicate(timeout=60)
+    _, errors = guard.communicate(timeout=PATIENCE)
     assert guard.returncode == watchdog.EXIT_STALLED
-    assert job.wait(timeout=10) == -signal.SIGTERM
+    assert job.wait(timeout=PATIENCE) == -signal.SIGTERM
     assert "phase train" in errors and "step=12" in errors
     stalled = json.loads((tmp_path / "stalled.json").read_text())
     assert stalled["silent"] > 5 and "bash run_job.sh" in stalled["message"]
@@ -109,7 +111,7 @@ def test_beats_keep_the_job_and_its_end_ends_the_guard(tmp_path, job):
     assert guard.poll() is None and job.poll() is None
     job.kill()
     job.wait()
-    guard.communicate(timeout=20)
+    guard.communicate(timeout=PATIENCE)
     assert guard.returncode == 0 and not (tmp_path / "stalled.json").exists()
 
 
@@ -118,7 +120,7 @@ def test_a_killed_job_leaves_no_listed_session(tmp_path, job):
     script = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
     server = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(watchdog.session_members({server.pid})) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         (tmp_path / "processes").write_text(f"{server.pid} policy\n")
@@ -127,9 +129,9 @@ def test_a_killed_job_leaves_no_listed_session(tmp_path, job):
         time.sleep(0.5)
         job.kill()
         job.wait()
-        _, errors = guard.communicate(timeout=30)
+        _, errors = guard.communicate(timeout=PATIENCE)
         assert "policy" in errors
-        server.wait(timeout=5)
+        server.wait(timeout=PATIENCE)
         assert watchdog.session_members({server.pid}) == []
     finally:
         for pid, _ in watchdog.session_members({server.pid}):
