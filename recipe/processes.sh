@@ -3,8 +3,8 @@
 #
 # Each process is the leader of a session of its own, so that whatever it starts can be found and ended with it. A
 # server that dies ends the job at once with its name and the end of its log. Bash >= 4.4, Linux (/proc).
-# Reads RUN_DIR, LOGS, RESUME_WITH, JOB_STEP and EXIT_USAGE, and calls say, die, job_stalled and sweep_sandboxes of
-# recipe/job.sh.
+# Reads RUN_DIR, LOGS, RESUME_WITH, JOB_STEP and EXIT_USAGE, and calls say, die, job_signal, job_stalled and
+# sweep_sandboxes of recipe/job.sh.
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 STEP_GRACE=${STEP_GRACE:-60} # seconds between SIGTERM and SIGKILL of a step: the trainer ends a group and saves it
@@ -13,17 +13,26 @@ SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops it
 
 declare -A JOB_PID=() JOB_OFFSET=()
 declare -a JOB_RUNNING=() JOB_FOLLOWERS=() SERVER_FOLLOWERS=()
+JOB_STARTING='' # while it is set, a signal to the job waits in JOB_SIGNAL
+JOB_SIGNAL=''
 
-# start_process NAME COMMAND...: in a session of its own, output appended to logs/NAME.log.
+# start_process NAME COMMAND...: in a session of its own, output appended to logs/NAME.log. A signal that comes meanwhile
+# is obeyed at the end of this: a process that is not listed, or has no session yet, would not be ended with the job.
 start_process() {
   local name=$1 log=$LOGS/$1.log
   shift
   touch "$log"
   JOB_OFFSET[$name]=$(stat -c %s "$log")
+  JOB_STARTING=1
   setsid "$@" >>"$log" 2>&1 </dev/null {JOB_LOCK}>&- &
   JOB_PID[$name]=$!
   JOB_RUNNING+=("$name")
   list_processes
+  while is_alive "$name" && ! has_session "${JOB_PID[$name]}"; do sleep 0.01; done
+  # shellcheck disable=SC2034 # read by job_signal
+  JOB_STARTING=''
+  # shellcheck disable=SC2086 # its two arguments
+  if [[ -n $JOB_SIGNAL ]]; then job_signal $JOB_SIGNAL; fi
 }
 
 # list_processes: RUN_DIR/processes, by which the watchdog ends them should this script be killed.
@@ -149,6 +158,14 @@ wait_followers() {
   local pid
   for pid in "${JOB_FOLLOWERS[@]}"; do wait "$pid" || true; done
   JOB_FOLLOWERS=()
+}
+
+# has_session PID: is it the leader of a session?
+has_session() {
+  local line fields
+  { read -r line </proc/"$1"/stat; } 2>/dev/null || return 1
+  read -ra fields <<<"${line##*) }" # as below
+  [[ ${fields[3]} == "$1" ]]
 }
 
 # session_pids SID...: processes of these sessions that are not zombies.

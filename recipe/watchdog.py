@@ -122,7 +122,7 @@ def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float)
         silent = overdue(heartbeat, settings, time.time())
         if silent is not None:
             message = stall_message(heartbeat, silent, settings, resume, read(run_dir / BLOCKED))
-            (run_dir / STALLED).write_text(json.dumps({**heartbeat, "silent": silent, "message": message}))
+            write_atomic(run_dir / STALLED, json.dumps({**heartbeat, "silent": silent, "message": message}))
             print(message, file=sys.stderr, flush=True)
             os.kill(pid, signal.SIGTERM)
             return EXIT_STALLED
