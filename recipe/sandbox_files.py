@@ -106,6 +106,24 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, onerror=open_up)
 
 
+def environ_of(process: Path) -> bytes:
+    """The environment of a process, given as its folder in /proc. In the middle of its exec a process shows none: that
+    is waited for, or it would be taken for one without a marker and outlive its sandbox. Raises OSError when it is
+    gone."""
+    for _ in range(1000):
+        if environ := (process / "environ").read_bytes():
+            return environ
+        begins, ends = (process / "stat").read_text().rpartition(")")[2].split()[47:49]  # where its memory has it
+        if begins == ends != "0":
+            break  # it was given none
+        try:
+            os.readlink(process / "exe")
+        except FileNotFoundError:
+            break  # a thread of the kernel has no program, and one that has ended has none any more
+        time.sleep(0.001)
+    return b""
+
+
 def marked_processes(below: Path | None = None, run_id: str | None = None) -> list[int]:
     """Ids of processes that belong to a sandbox below the folder `below`, or to the run `run_id`.
 
@@ -118,7 +136,7 @@ def marked_processes(below: Path | None = None, run_id: str | None = None) -> li
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            environ = Path(entry.path, "environ").read_bytes().split(b"\0")
+            environ = environ_of(Path(entry.path)).split(b"\0")
         except OSError:
             continue
         values = dict(item.split(b"=", 1) for item in environ if b"=" in item)
