@@ -93,9 +93,15 @@ class Engine:
         return future
 
     def submit(self, completion: Completion) -> None:
+        """Raises EngineDead when a step has failed; one that fails before it has taken the completion ends it."""
+        def refused(accepted: Future) -> None:
+            if error := accepted.exception():
+                completion.done.set_exception(error)
+
         accepted = self.call(lambda: self.waiting.append(completion))
-        if accepted.done() and accepted.exception():
-            raise accepted.exception()
+        accepted.add_done_callback(refused)
+        if self.failure is not None and (error := accepted.exception()):
+            raise error
 
     def abort(self, completion: Completion) -> Future:
         return self.call(lambda: completion.finish_reason or self._finish(completion, "abort"))

@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url, "tiny-policy", folder)
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(300) == -signal.SIGTERM
         process.stdout.close()
 
 

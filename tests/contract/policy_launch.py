@@ -61,5 +61,5 @@ def start_cpu_server(model: Path, *arguments: str) -> tuple[subprocess.Popen, st
         [sys.executable, "-m", "recipe.policy_cpu", "--model", str(model), "--port", "0", *arguments],
         cwd=REPO, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True)
     line = process.stdout.readline()
-    assert line.startswith("Serving "), f"the server ended with {process.wait(30)} instead of serving: {line!r}"
+    assert line.startswith("Serving "), f"the server ended with {process.wait(300)} instead of serving: {line!r}"
     return process, line.split(" on ")[1].strip()

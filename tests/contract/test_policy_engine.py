@@ -16,7 +16,7 @@ from recipe.policy_cpu.sampling import SamplingParams, processed_logprobs
 from recipe.policy_cpu.service import Service
 from recipe.ports import bind
 
-TIMEOUT = 60
+TIMEOUT = 300  # of what takes seconds where nobody else computes
 
 
 @pytest.fixture
@@ -163,13 +163,21 @@ def test_generation_config_gives_the_other_eos_ids(service):
 
 
 def test_a_failed_step_reaches_every_client(service, capsys):
+    fails, go = threading.Event(), threading.Event()
+
     def broken(*_):
+        fails.set()
+        go.wait(TIMEOUT)
         raise MemoryError("no room for keys")
 
     service.engine.runner.forward = broken
-    completion = ask(service, random_ids(20, 1))
-    with pytest.raises(EngineDead, match="no room for keys"):
-        completion.done.result(TIMEOUT)
+    completions = [ask(service, random_ids(20, 1))]
+    assert fails.wait(TIMEOUT)
+    completions.append(ask(service, random_ids(20, 2)))  # the engine fails before it looks for new ones
+    go.set()
+    for completion in completions:
+        with pytest.raises(EngineDead, match="no room for keys"):
+            completion.done.result(TIMEOUT)
     with pytest.raises(EngineDead):
         ask(service, random_ids(20, 1))
     assert "no room for keys" in capsys.readouterr().err

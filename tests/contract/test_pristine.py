@@ -51,7 +51,7 @@ def client(model_folder, adapter) -> Iterator[PolicyClient]:
         yield client
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(300)
         process.stdout.close()
 
 
