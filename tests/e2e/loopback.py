@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
+import random
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Self
+
+LOWEST = 15_000
+_taken: dict[int, socket.socket] = {}  # port -> what tells other processes that it is given away
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, each another one."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [s.getsockname()[1] for s in sockets]
+    """Ports of 127.0.0.1 that nobody listens on and nobody gets before the server that they are for: minutes may pass
+    until it listens. The kernel gives those above to whoever connects or asks for any port, and a name in its table of
+    sockets keeps tests that run beside these from choosing the same, until this process ends."""
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    highest = max(above, LOWEST + 5_000)
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(LOWEST, highest), highest - LOWEST):
+        if len(found) == number:
+            break
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0recipe-tests-port-{port}")
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            name.close()
+            continue
+        _taken[port] = name
+        found.append(port)
+    assert len(found) == number, f"no {number} free ports in {LOWEST}-{highest}"
+    return found
 
 
 def free_port() -> int:
@@ -25,11 +45,15 @@ def job_ports() -> dict[str, str]:
     return dict(zip(("PUBLIC_PORT", "POLICY_PORT", "ENV_PORT"), map(str, free_ports(3)), strict=True))
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # with the 5 of the library a burst of clients waits for seconds
+
+
 class LoopbackServer:
     """While a `with` lasts: serves `handler` on 127.0.0.1:`port` (0: a free one) between __enter__ and __exit__."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler], port: int = 0) -> None:
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self.server = _Server(("127.0.0.1", port), handler)
         self.port: int = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
