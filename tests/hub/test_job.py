@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from jobs_proxy import JobsProxy
 from loopback import job_ports
 from sandbox_double import SandboxDouble
 from test_launch import ADAPTER, KEPT, launcher  # noqa: F401 (a fixture)
-from world import Registry, task_files, until
+from world import Registry, bundle, task_files, until
 
 from recipe import hub_tasks, local_tasks
 from recipe.checkpoints import MANIFEST
@@ -48,17 +47,6 @@ def publish(hub: HubDouble, data: Path) -> None:
         (data / f"{split}.json").write_text(json.dumps({
             "dataset": f"me/{split}-tasks", "revision": commit.sha, "tasks": tasks,
             "grader_sha256": hashlib.sha256(made["tests/grader.py"]).hexdigest()}))
-
-
-def bundle(folder: Path) -> Path:
-    """A copy of the checkout, as a user has it who brings tasks of their own."""
-    copy = folder / "checkout"
-    tracked = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, text=True,
-                             capture_output=True, check=True).stdout.split()
-    for name in tracked:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / name, copy / name)
-    return copy
 
 
 def image(folder: Path) -> Path:
@@ -93,7 +81,7 @@ def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, fol
             started = subprocess.run(
                 [launcher, "launch.py", "train", "--adapter-repo", ADAPTER, "--submit",
                  *(word for name, value in settings.items() for word in ("--env", f"{name}={value}"))],
-                cwd=checkout, env=environ, capture_output=True, text=True, timeout=300)
+                cwd=checkout, env=environ, capture_output=True, text=True, timeout=900)
             assert started.returncode == 0, started.stdout + started.stderr
             (number,) = jobs.processes
             public = int(ports["PUBLIC_PORT"])
@@ -104,9 +92,9 @@ def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, fol
 
             until(trains, LIMIT_S)
             # What the world sees of the job while it runs.
-            assert requests.get(proxy.address(number, public) + "/capture/health", timeout=60).status_code == 200
-            assert requests.get(proxy.address(number, public) + "/harbor_env/splits", timeout=60).status_code == 404
-            assert requests.get(proxy.address(number, int(ports["ENV_PORT"])), timeout=60).status_code == 404
+            assert requests.get(proxy.address(number, public) + "/capture/health", timeout=300).status_code == 200
+            assert requests.get(proxy.address(number, public) + "/harbor_env/splits", timeout=300).status_code == 404
+            assert requests.get(proxy.address(number, int(ports["ENV_PORT"])), timeout=300).status_code == 404
 
             code = jobs.wait(number, LIMIT_S)
             log = jobs.log(number)

@@ -44,7 +44,7 @@ def test_the_job_starts_from_the_downloaded_code_with_python3_alone(
     shell, option, command = job["spec"]["command"]
     given = {name: os.environ[name] for name in ("TRAINER_PYTHON", "ENV_PYTHON", "OPENCODE_BIN")}
     done = subprocess.run(
-        [shell, option, command.replace("/app", str(app))], cwd=tmp_path, text=True, timeout=600,
+        [shell, option, command.replace("/app", str(app))], cwd=tmp_path, text=True, timeout=1800,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         env=given | job_ports() | job["spec"]["environment"] | hub_environ(world, tmp_path / "home") | {
             "PATH": str(image_path), "HOME": str(tmp_path), "RUN_DIR": str(run), "ENGINE": "cpu"})

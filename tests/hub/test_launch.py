@@ -46,7 +46,7 @@ def launch(launcher: str, hub: HubDouble, home: Path, *arguments: str, token: st
            kind: str = "train", adapter: str = ADAPTER, **more: str) -> subprocess.CompletedProcess[str]:
     environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, home, token) | more
     return subprocess.run([launcher, "launch.py", kind, "--adapter-repo", adapter, *arguments], cwd=REPO,
-                          env=environ, capture_output=True, text=True, timeout=120)
+                          env=environ, capture_output=True, text=True, timeout=600)
 
 
 def test_without_submit_it_only_reads_and_shows_job_and_price(world, launcher, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hub_double import HubDouble, hub_environ
 from test_launch import CODE, KEPT, launcher  # noqa: F401 (a fixture)
+from world import bundle
 
 from recipe.config import REPO, Settings
 
@@ -25,9 +26,13 @@ def test_upload_and_launch_as_printed(hub: HubDouble, launcher: str, tmp_path: P
     uv.chmod(0o755)
     environ = {name: os.environ[name] for name in KEPT if name in os.environ} | hub_environ(hub, tmp_path)
     environ["PATH"] = f"{uv.parent}:{Path(sys.executable).parent}:{environ['PATH']}"
+    checkout = bundle(tmp_path)
+    for name in (".git/config", "runs/a/metrics.jsonl"):  # what the command leaves out
+        (checkout / name).parent.mkdir(parents=True)
+        (checkout / name).touch()
     for block in printed:
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=REPO, env=environ, capture_output=True,
-                              text=True, timeout=120)
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=environ, capture_output=True,
+                              text=True, timeout=600)
         assert done.returncode == 0, block + done.stdout + done.stderr
     specs = [job["spec"] for job in hub.jobs.values()]
     assert [(s["flavor"], s["timeoutSeconds"] // 3600) for s in specs] == [("h200x2", 72), ("h200", 48), ("h200", 48)]

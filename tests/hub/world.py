@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from hub_double import TOKEN, HubDouble
 from jobs_proxy import JobsProxy, LoopbackServer
 
 from recipe import local_tasks, opencode_binary
-from recipe.config import Settings
+from recipe.config import REPO, Settings
 
 
 class _Files(SimpleHTTPRequestHandler):
@@ -57,6 +59,17 @@ timeout_sec = 60
 retries = 3
 """
     return files
+
+
+def bundle(folder: Path) -> Path:
+    """A copy of the checkout, as a user has it who brings tasks of their own. Nobody else compiles modules in it."""
+    copy = folder / "checkout"
+    tracked = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPO, text=True,
+                             capture_output=True, check=True).stdout.split()
+    for name in tracked:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / name, copy / name)
+    return copy
 
 
 def public_job(hub: HubDouble, proxy: JobsProxy, port: int) -> str:
