@@ -161,7 +161,7 @@ def clear_after_proot(*pids: int) -> None:
                 folder.rmdir()
 
 
-def kill_marked(below: Path | None = None, run_id: str | None = None, patience: float = 5.0) -> int:
+def kill_marked(below: Path | None = None, run_id: str | None = None, patience: float = 20.0) -> int:
     """SIGKILL until none is left (a process may fork while we look). Returns how many were killed.
 
     Raises SandboxError when some outlive `patience` seconds.

@@ -26,9 +26,9 @@ def reference_logprobs(model: torch.nn.Module, ids: list[int]) -> list[float]:
 
 
 def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        assert time.monotonic() < deadline, f"not within 300 s: {what}"
         time.sleep(0.02)
 
 
@@ -49,7 +49,7 @@ def test_requests_wait_while_paused_and_finish_after_resume(dev_server):
     request.join(0.5)
     assert request.is_alive() and not answers
     assert dev_server.post("/resume").json() == {"status": "resumed"}
-    request.join(60)
+    request.join(300)
     assert answers and dev_server.get("/is_paused").json() == {"is_paused": False}
 
 

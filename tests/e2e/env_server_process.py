@@ -57,7 +57,7 @@ def start_server(run_dir: Path, engine_port: int, *, public_url: str = "", wait:
     what the server reads beside them."""
     settings = Settings.load(dict(PRESET="local", RUN_DIR=str(run_dir), POLICY_PORT=str(engine_port), MODEL="scripted",
                                   PUBLIC_PORT=environ.pop("PUBLIC_PORT", "") or str(free_port()),
-                                  ENV_PORT=str(free_port()), **({"AGENT_TIMEOUT": "240", "MAX_MODEL_CALLS": "4"} |
+                                  ENV_PORT=str(free_port()), **({"AGENT_TIMEOUT": "900", "MAX_MODEL_CALLS": "4"} |
                                                                 environ)))
     full = {**{k: os.environ[k] for k in ("PATH", "HOME", "TMPDIR") if k in os.environ}, **settings.environ(),
             "ENV_PYTHON": needed("ENV_PYTHON"), "OPENCODE_BIN": needed("OPENCODE_BIN"),

@@ -43,13 +43,13 @@ def rows() -> list[dict]:
 
 
 def make_run(folder: Path) -> None:
-    """Tasks of the first made problems in both splits of the run folder."""
+    """Tasks of the first made problems in both splits of the run folder, with time for a busy machine."""
     for split in ("train", "test"):
         for problem in map(deepcoder.problem_of, rows()):
             for name, text in deepcoder.files(problem).items():
                 path = folder / "tasks" / split / problem.name / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
+                path.write_text(text.replace("TEST_SECONDS = 6", "TEST_SECONDS = 60"))
                 path.chmod(0o755)
 
 

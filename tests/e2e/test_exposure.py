@@ -18,18 +18,18 @@ CONTROL_PLANE = ["/", "/health", "/metadata", "/schema", "/state", "/reset", "/s
 def test_public_port_serves_nothing_but_capture(server: EnvServer, method: str, path: str):
     prepared = requests.Request(method, server.public_url, json={} if method == "POST" else None).prepare()
     prepared.url = f"http://127.0.0.1:{server.settings.public_port}{path}"  # as written: no path normalisation
-    assert requests.Session().send(prepared, timeout=30).status_code == 404
+    assert requests.Session().send(prepared, timeout=120).status_code == 404
 
 
 def test_climbing_out_of_the_mount_meets_the_proxy(server: EnvServer):
     prepared = requests.Request("GET", server.public_url).prepare()
     prepared.url = f"{server.capture_url}/../harbor_env/splits"
-    response = requests.Session().send(prepared, timeout=30)
+    response = requests.Session().send(prepared, timeout=120)
     assert response.status_code == 405 and "train" not in response.text, "the proxy's catch-all takes POST only"
 
 
 def test_control_plane_is_where_it_should_be(server: EnvServer):
-    assert requests.get(server.settings.env_url + "/harbor_env/splits", timeout=30).json()[0]["name"] == "train"
+    assert requests.get(server.settings.env_url + "/harbor_env/splits", timeout=120).json()[0]["name"] == "train"
     listening = {}  # port -> addresses, as the kernel sees it
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         address, state = line.split()[1], line.split()[3]
@@ -49,11 +49,11 @@ def test_management_needs_the_admin_key(server: EnvServer, method: str, path: st
     headers = {"x-api-key": key} if key else {}
     body = {} if method == "POST" else None
     assert requests.request(method, server.capture_url + path, headers=headers, json=body,
-                            timeout=30).status_code == 401
+                            timeout=120).status_code == 401
 
 
 def test_management_opens_to_the_admin_key(server: EnvServer):
-    response = requests.get(server.capture_url + "/sessions", headers={"x-api-key": ADMIN_KEY}, timeout=30)
+    response = requests.get(server.capture_url + "/sessions", headers={"x-api-key": ADMIN_KEY}, timeout=120)
     assert response.status_code == 200 and "sessions" in response.json()
 
 
@@ -61,7 +61,7 @@ def test_management_opens_to_the_admin_key(server: EnvServer):
                                      {"Authorization": f"Bearer {ADMIN_KEY}"}])
 def test_unknown_session_key_gets_401_and_no_model_call(server: EnvServer, engine, headers):
     body = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
-    response = requests.post(server.capture_url + "/v1/chat/completions", headers=headers, json=body, timeout=30)
+    response = requests.post(server.capture_url + "/v1/chat/completions", headers=headers, json=body, timeout=120)
     assert response.status_code == 401
     assert engine.requests == []
 

@@ -64,7 +64,7 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
 
     def script(request):
         reached.set()
-        return Reply(text="late", wait=lambda: held.wait(240))
+        return Reply(text="late", wait=lambda: held.wait(600))
 
     engine.script = script
     session = session_for(HarborSessionFactory.from_settings(server.settings, "train"), tasks[0])
@@ -79,7 +79,7 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     try:
-        assert reached.wait(240), server.log.read_text()
+        assert reached.wait(600), server.log.read_text()
         assert sandbox_files.marked_processes(run_id=str(server.settings.run_path))
         yield server, thread, errors
     finally:
@@ -92,11 +92,11 @@ def rollout_in_flight(run_dir, engine: ScriptedEngine, tasks):
 def test_kill_9_leaves_no_process(rollout_in_flight):
     server, thread, errors = rollout_in_flight
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while processes := sandbox_files.marked_processes(run_id=str(server.settings.run_path)):
         assert time.monotonic() < deadline, f"still alive: {processes}"
         time.sleep(0.2)
-    thread.join(120)
+    thread.join(600)
     assert isinstance(errors[0], RolloutFailed)
     # Its folders stay: nobody was there to remove them. The sweep does.
     sandbox_files.sweep(server.settings.run_path / "sandboxes", str(server.settings.run_path))
@@ -108,5 +108,5 @@ def test_sigterm_ends_rollouts_and_leaves_nothing(rollout_in_flight):
     server, thread, errors = rollout_in_flight
     assert server.stop(signal.SIGTERM) == 143
     assert_nothing_left(server, 0)
-    thread.join(120)
+    thread.join(600)
     assert isinstance(errors[0], RolloutFailed)

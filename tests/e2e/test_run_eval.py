@@ -37,8 +37,8 @@ def run_eval(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env |= {name: needed(name) for name in ("TRAINER_PYTHON", "ENV_PYTHON", "OPENCODE_BIN")}
     env |= job_ports()
     env |= {"RUN_DIR": str(folder / "run"), "N_TASKS": str(N_TASKS), "K_SAMPLES": str(SAMPLES),
-            "MAX_MODEL_CALLS": "2"}
-    return subprocess.run(["bash", str(REPO / "run_eval.sh"), "--local", *arguments], env=env, text=True, timeout=540,
+            "MAX_MODEL_CALLS": "2", "AGENT_TIMEOUT": "900"}
+    return subprocess.run(["bash", str(REPO / "run_eval.sh"), "--local", *arguments], env=env, text=True, timeout=1800,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

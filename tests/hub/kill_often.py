@@ -66,7 +66,7 @@ class Life:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                if alive and self.mark.encode() in (entry / "environ").read_bytes():
+                if alive and self.mark.encode() in sandbox_files.environ_of(entry):
                     found.append(int(entry.name))
             except OSError:
                 continue
