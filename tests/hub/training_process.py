@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 from slow_sessions import SlowSessions  # noqa: F401 (puts tests/trainer on the path)
 
+from recipe import json_lines
 from recipe.config import REPO
 
 TASKS = 40
@@ -69,5 +69,5 @@ def left_out(folder: Path, skip: int = 0) -> dict[int, int]:
 
 
 def metrics(folder: Path, skip: int = 0) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()[skip:]] if path.exists() else []
+    """The lines that are whole: this is also asked while one is being written."""
+    return json_lines.read(folder / "metrics.jsonl")[skip:]
