@@ -31,11 +31,12 @@ RESULTS = REPO / "bench" / "results"
 PACKAGES = ("torch", "vllm", "transformers", "trl", "peft", "accelerate")
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str, model: bool = True) -> argparse.ArgumentParser:
     made = Parser(doc)
-    made.add_argument("--model", type=Path, default=FOLDER,
-                      help="model folder; made with random weights of LFM2.5-2.6B's shape where it is missing "
-                      "(default: %(default)s)")
+    if model:
+        made.add_argument("--model", type=Path, default=FOLDER,
+                          help="model folder; made with random weights of LFM2.5-2.6B's shape where it is missing "
+                          "(default: %(default)s)")
     made.add_argument("--out", type=Path, help="JSON file (default: bench/results/<name>-<gpus>gpu-<time>.json)")
     return made
 

@@ -119,7 +119,7 @@ def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser(__doc__)
+    options = parser(__doc__, model=False)
     what = options.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", metavar="COMMAND", help="the job, run by bash in the repository")
     what.add_argument("--run-dir", type=Path, help="a finished run")

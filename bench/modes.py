@@ -43,7 +43,7 @@ def differences(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser(__doc__)
+    options = parser(__doc__, model=False)
     options.add_argument("results", type=Path, nargs=2, metavar="JSON")
     args = options.parse_args(argv)
     args.out = args.out or RESULTS / "modes.json"

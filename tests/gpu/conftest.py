@@ -1,8 +1,10 @@
 """Tests of the recipe on real vLLM: `bash run_tests.sh gpu` on any machine with a GPU and vLLM.
 
 Where vLLM and the rest are installed already: `ENVIRONMENTS=present bash run_tests.sh gpu`. Without a GPU or vLLM the
-group fails and says so; with one GPU the tests of two are skipped with the reason. About 6 minutes on an H200, most of
-it three starts of vLLM; logs are in /tmp/lfm-gpu-tests.
+group fails and says so; with one GPU the test of two is skipped. Every test that was skipped is named at the end with
+the reason. Tests share a server by its configuration (gpu_server.py); those that the chosen tests need start side by
+side, while tests that need none run. Logs are in /tmp/lfm-gpu-tests; the model of 2.6B's shape is that of the
+benchmarks and stays in /tmp/lfm-random-2.6b.
 """
 
 from __future__ import annotations
@@ -30,27 +32,55 @@ def pytest_sessionstart() -> None:
         pytest.exit(f"tests/gpu needs {' and '.join(missing)}; nothing was tested", returncode=1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "policy(name): the configuration of gpu_server.py that `server` serves")
+
+
+def configuration(item: pytest.Item) -> str | None:
+    mark = item.get_closest_marker("policy")
+    return mark.args[0] if mark else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without a server come first, and those of two GPUs are skipped where there is one."""
+    from gpu_server import CONFIGURATIONS
+
+    items.sort(key=lambda item: configuration(item) is not None)
+    for item in items:
+        name = configuration(item)
+        if name and CONFIGURATIONS[name].gpus > torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason="two processes speak NCCL on two GPUs only, and torch sees one"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.stats.get("skipped", []):
+        terminalreporter.write_line(f"skipped {report.nodeid}: {report.longrepr[2].removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers(request: pytest.FixtureRequest) -> Iterator:
+    """Begins to start all servers that the chosen tests need; ends them."""
+    from gpu_server import Servers
+
+    pool = Servers()
+    try:
+        for item in request.session.items:
+            if not item.get_closest_marker("skip") and (name := configuration(item)):
+                pool.start(name)
+        yield pool
+    finally:
+        pool.close()
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, servers):
+    """The server of the test's `policy` mark, healthy."""
+    return servers.get(configuration(request.node))
+
+
 @pytest.fixture(scope="session")
-def train_server() -> Iterator:
-    """The tiny model as training serves it: pausing, weight routes, our worker extension."""
-    from gpu_server import TINY, serve
-
-    with serve(TINY, "train", "tiny-train") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def eval_server() -> Iterator:
-    """The tiny model as evaluation serves it: adapters at run time."""
-    from gpu_server import TINY, serve
-
-    with serve(TINY, "eval", "tiny-eval") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_model() -> Path:
     """LFM2.5-2.6B's shape with random weights."""
-    from bench.model import make_model
+    from bench.model import FOLDER, make_model
 
-    return make_model(tmp_path_factory.mktemp("large") / "model")
+    return make_model(FOLDER)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import vllm
-from gpu_server import TINY
 from test_lfm2_calls import test_one_block as table_of_blocks
 from transformers import AutoTokenizer
 
+from bench.model import TINY
 from recipe.policy_cpu.lfm2_calls import END, START, parse
 
 HEREDOC = "cat > run.py <<'EOF'\nrows = [r for r in open('data.csv')]\nprint(len(rows), {'a': [1, 2]})\nEOF\n"

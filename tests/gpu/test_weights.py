@@ -6,10 +6,9 @@ import contextlib
 import time
 
 import pytest
-import torch
-from gpu_server import TINY, serve
 from transformers import AutoTokenizer
 
+from bench.model import TINY
 from bench.weight_sync import InFlight, load_policy, nudge, ours, wrong_parameters
 from recipe import canary, pristine
 from recipe.config import Settings
@@ -39,60 +38,61 @@ def three_syncs(server, model, transfer) -> None:
     assert len(flight.times) > seen and not flight.failed, "the request in flight went on"
 
 
-def test_ipc_is_exact(train_server, tmp_path):
+@pytest.mark.policy("tiny-train")
+def test_ipc_is_exact(server, tmp_path):
     model = load_policy(TINY)
-    transfer = transfer_of(train_server.url, tmp_path, timeout=45)
+    transfer = transfer_of(server.url, tmp_path, timeout=45)
     assert isinstance(transfer, IpcWeightTransfer)
     transfer.init_weight_transfer()
-    three_syncs(train_server, model, transfer)
+    three_syncs(server, model, transfer)
     with pytest.raises(WeightSyncError, match="cannot connect two processes on one GPU"):
-        flat_transfer(train_server.url, True, 45)
+        flat_transfer(server.url, True, 45)
     transfer.destroy()
 
 
-def test_ipc_is_exact_at_the_shape_of_2_6b(large_model):
-    with serve(large_model, "train", "large-ipc", GPU_MEMORY_UTILIZATION="0.3") as server:
-        transfer = flat_transfer(server.url, False, 45)
-        transfer.init_weight_transfer()
-        three_syncs(server, load_policy(large_model), transfer)
+@pytest.mark.policy("large-train")
+def test_ipc_is_exact_at_the_shape_of_2_6b(server, large_model):
+    transfer = flat_transfer(server.url, False, 45)
+    transfer.init_weight_transfer()
+    three_syncs(server, load_policy(large_model), transfer)
 
 
-def test_an_engine_that_is_killed_ends_the_sync_with_a_message():
-    with serve(TINY, "train", "killed") as server:
-        model = load_policy(TINY)
-        transfer = flat_transfer(server.url, False, 45)
-        transfer.init_weight_transfer()
+@pytest.mark.policy("large-train")
+def test_an_engine_that_is_killed_ends_the_sync_with_a_message(server, servers, large_model):
+    model = load_policy(large_model)
+    transfer = flat_transfer(server.url, False, 45)
+    transfer.init_weight_transfer()
+    ours(model, transfer)
+    servers.kill("large-train")
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match="policy server at .* failed after .*policy.log"):
         ours(model, transfer)
-        server.kill()
-        began = time.monotonic()
-        with pytest.raises(WeightSyncError, match="policy server at .* failed after .*policy.log"):
-            ours(model, transfer)
-        assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 50
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between two processes needs two GPUs")
-def test_nccl_is_exact_and_a_killed_engine_ends_it():
-    with serve(TINY, "train", "tiny-nccl", GPUS="2", POLICY_GPU="1") as server:
-        model = load_policy(TINY)
-        transfer = flat_transfer(server.url, False, 20)
-        assert isinstance(transfer, NcclWeightTransfer)
-        transfer.init_weight_transfer()
-        three_syncs(server, model, transfer)
-        server.kill()
-        began = time.monotonic()
-        with pytest.raises(WeightSyncError):
-            ours(model, transfer)
-        assert time.monotonic() - began < 50
-        with contextlib.suppress(WeightSyncError):
-            transfer.destroy()
+@pytest.mark.policy("tiny-nccl")
+def test_nccl_is_exact_and_a_killed_engine_ends_it(server, servers):
+    model = load_policy(TINY)
+    transfer = flat_transfer(server.url, False, 20)
+    assert isinstance(transfer, NcclWeightTransfer)
+    transfer.init_weight_transfer()
+    three_syncs(server, model, transfer)
+    servers.kill("tiny-nccl")
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError):
+        ours(model, transfer)
+    assert time.monotonic() - began < 50
+    with contextlib.suppress(WeightSyncError):
+        transfer.destroy()
 
 
-def test_an_adapter_is_loaded_and_unloaded_by_name(eval_server, tmp_path):
+@pytest.mark.policy("tiny-eval")
+def test_an_adapter_is_loaded_and_unloaded_by_name(server, tmp_path):
     model = load_policy(TINY)
     nudge(model, 0.1)
     model.save_pretrained(tmp_path / "adapter")  # as train_lora.py writes it
     settings = Settings.load({"PRESET": "job", "MODEL": str(TINY)})
-    client = PolicyClient(eval_server.url)
+    client = PolicyClient(server.url)
     client.load_adapter("tuned", tmp_path / "adapter")
     found = pristine.check(settings, client, tmp_path / "adapter", "tuned")
     assert found["adapter_against_base"] > found["tolerance"], "the adapter is too small for this test to see it"
