@@ -2,6 +2,7 @@
 
 `SmallEngine` is the parent's side: a tiny model behind the weight-transfer routes and POST /sample.
 `SmallSessions` is the rollout worker's side: each session samples two turns over HTTP and every second one is right.
+Draws depend on the session and the weights alone, not on which thread comes first.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,16 +28,30 @@ from openenv.core.harness.training import TrainingTrace, TrainingTurn
 from safetensors.torch import load_file
 
 TURN = 6  # tokens that the policy samples per turn
+PATIENCE = 300  # seconds, of what only hangs when something is broken
+
+
+def first_prompt(task: int) -> list[int]:
+    """What a session of `task` asks first."""
+    return [1, 6, 8 + task]
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # with the 5 of the library a burst of clients waits for seconds
 
 
 class SmallEngine:
-    """`with SmallEngine(model) as engine:` serves `model` on engine.url; engine.received counts finished syncs."""
+    """`with SmallEngine(model) as engine:` serves `model` on engine.url; engine.received counts finished syncs.
 
-    def __init__(self, model: torch.nn.Module):
+    `hold` maps the number of a sync to a task and how many of its sessions must have asked before that sync begins.
+    """
+
+    def __init__(self, model: torch.nn.Module, hold: dict[int, tuple[int, int]] | None = None):
         self.model, self.lock, self.received, self.calls = copy.deepcopy(model).eval(), threading.Lock(), 0, []
         self.served: list[dict[str, torch.Tensor]] = []  # weights after each sync
         self.running = threading.Event()  # cleared while paused: calls wait, as they do in vLLM
         self.running.set()
+        self.hold, self.asked, self.came = hold or {}, Counter(), threading.Condition()
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -58,7 +75,7 @@ class SmallEngine:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = Server(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -73,11 +90,15 @@ class SmallEngine:
 
     def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/sample":
-            return self.when_running(lambda: self.sample(body["prompt"]))
+            with self.came:
+                self.asked[tuple(body["prompt"])] += 1
+                self.came.notify_all()
+            return self.when_running(lambda: self.sample(body["prompt"], body["seed"]))
         if path == "/v1/completions":
             return self.when_running(lambda: self.score(body["prompt"]))
         self.calls.append(path)
         if path.startswith("/pause"):
+            self.wait_for_calls(*self.hold.get(self.received + 1, (0, 0)))
             self.running.clear()
             with self.lock:  # a call under way ends first
                 return {}
@@ -98,12 +119,17 @@ class SmallEngine:
                 if self.running.is_set():
                     return function()
 
+    def wait_for_calls(self, task: int, number: int) -> None:
+        asked = tuple(first_prompt(task))
+        with self.came:
+            assert self.came.wait_for(lambda: self.asked[asked] >= number, PATIENCE), self.asked
+
     @torch.no_grad()
-    def sample(self, prompt: list[int]) -> dict[str, Any]:
-        ids, log_probs = list(prompt), []
+    def sample(self, prompt: list[int], seed: int) -> dict[str, Any]:
+        ids, log_probs, generator = list(prompt), [], torch.Generator().manual_seed(seed)
         for _ in range(TURN):
             distribution = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
-            token = int(torch.multinomial(distribution.exp(), 1))
+            token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
             ids.append(token)
             log_probs.append(float(distribution[token]))
         return {"ids": ids[len(prompt):], "log_probs": log_probs}
@@ -123,6 +149,7 @@ class SmallSession:
 
     "says nothing trained" has no turn with loss;
     "boots 2": the first call is made after the engine's second sync; "spans 3": the second after its third.
+    `may_begin` waits for what must have happened before the first call, and `ended` is told that nothing follows.
     """
 
     url: str
@@ -130,11 +157,14 @@ class SmallSession:
     fate: str
     number: int = 0  # of its task's sessions; every second one is right, so that each group has a gradient
     call_times: tuple[float, float] | None = None
+    may_begin: Callable[[], None] = lambda: None
+    ended: Callable[[], None] = lambda: None
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
         if self.fate == "fails":
             raise RuntimeError("the sandbox did not start")
-        self.turns, prompt = [], [1, 6, 8 + self.task]
+        self.may_begin()
+        self.turns, prompt = [], first_prompt(self.task)
         when, _, syncs = self.fate.partition(" ")
         if when == "boots":
             self.wait_for_syncs(int(syncs))
@@ -142,7 +172,8 @@ class SmallSession:
         for turn in range(2):
             if turn == 1 and when == "spans":
                 self.wait_for_syncs(int(syncs))
-            drawn = requests.post(f"{self.url}/sample", json={"prompt": prompt}, timeout=60).json()
+            draw = {"prompt": prompt, "seed": (self.task * 1000 + self.number) * 2 + turn}
+            drawn = requests.post(f"{self.url}/sample", json=draw, timeout=PATIENCE).json()
             call = {"function": {"name": "bash", "arguments": "{}"}}
             self.turns.append(TrainingTurn(
                 node_id=uuid.uuid4().hex, prompt_token_ids=prompt, completion_token_ids=drawn["ids"],
@@ -155,8 +186,8 @@ class SmallSession:
         return 0
 
     def wait_for_syncs(self, number: int) -> None:
-        deadline = time.monotonic() + 120
-        while requests.get(f"{self.url}/received", timeout=60).json()["received"] < number:
+        deadline = time.monotonic() + PATIENCE
+        while requests.get(f"{self.url}/received", timeout=PATIENCE).json()["received"] < number:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the engine did not receive {number} syncs")
             time.sleep(0.05)
@@ -173,21 +204,29 @@ class SmallSession:
         return {"task": str(self.task), "trial": uuid.uuid4().hex, "reason": self.fate}
 
     def close(self) -> None:
-        pass
+        self.ended()
 
 
 @dataclass
 class SmallSessions:
-    """Session factory; `fates` maps a task to how the rollouts of its group end, in order of creation."""
+    """Session factory; `fates` maps a task to how the rollouts of its group end, in order of creation.
+
+    With `in_order` a group's sessions call the model once those of the groups before it have ended: otherwise a group
+    may overtake another one of which a rollout is slow, and so it is now and then on a busy machine.
+    """
 
     url: str
     tasks: int
     fates: dict[int, list[str]]
     log: Path  # one line a created session, with the process that runs it
+    in_order: bool = False
+    generations: int = 4  # sessions of a group
 
     def __call__(self, sampling: Any = None) -> SmallSessions:
         assert sampling["temperature"] == 1.0 and sampling["top_p"] == 1.0
-        self.created: dict[int, int] = {}
+        self.changed = threading.Condition()  # sessions are made and run by several threads
+        self.created: Counter[int] = Counter()  # sessions by task
+        self.left: dict[int, set[int]] = {}  # by group: its sessions that have not ended
         return self
 
     def prompt_rows(self) -> list[dict[str, Any]]:
@@ -195,9 +234,25 @@ class SmallSessions:
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> SmallSession:
         index = int(task[-1]["content"])
-        number = self.created.get(index, 0)
-        self.created[index] = number + 1
-        with self.log.open("a") as file:
-            file.write(f"{os.getpid()} {index}\n")
+        with self.changed:
+            number = self.created[index]
+            self.created[index] += 1
+            self.left.setdefault(seed, set(range(self.generations)))
+            with self.log.open("a") as file:
+                file.write(f"{os.getpid()} {index}\n")
         fates = self.fates.get(index, ["runs"])
-        return SmallSession(self.url, index, fates[number % len(fates)], number)
+        return SmallSession(self.url, index, fates[number % len(fates)], number,
+                            may_begin=partial(self.wait_for_turn, seed), ended=partial(self.end, seed, number))
+
+    def wait_for_turn(self, group: int) -> None:
+        def is_next() -> bool:
+            return not self.in_order or not any(left for before, left in self.left.items() if before < group)
+
+        with self.changed:
+            if not self.changed.wait_for(is_next, PATIENCE):
+                raise RuntimeError(f"groups before {group} do not end: {self.left}")
+
+    def end(self, group: int, number: int) -> None:
+        with self.changed:
+            self.left[group].discard(number % self.generations)
+            self.changed.notify_all()

@@ -50,7 +50,7 @@ def test_training_all_weights_then_resume(tmp_path, monkeypatch, capfd, trl_glob
     fates = {1: ["forks", "runs"], 2: ["says nothing trained"], 3: ["says nothing trained", "runs", "runs", "runs"]}
     with SmallEngine(base) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port, print_completions=1)
-        sessions = SmallSessions(engine.url, tasks=4, fates=fates, log=tmp_path / "sessions")
+        sessions = SmallSessions(engine.url, tasks=4, fates=fates, log=tmp_path / "sessions", in_order=True)
         assert train_lora.train(settings, "auto", sessions) == 0
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         final, last = model.state_dict(), engine.served[-1]

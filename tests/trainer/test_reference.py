@@ -53,7 +53,8 @@ def recorded(run: Path, monkeypatch, lora: bool) -> tuple[Settings, list[list[Ro
     with SmallEngine(small_model()) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port, run_dir=str(run / "run"))
         settings.run_path.mkdir()
-        assert train_lora.train(settings, "never", SmallSessions(engine.url, 3, FATES, run / "sessions")) == 0
+        sessions = SmallSessions(engine.url, 3, FATES, run / "sessions", in_order=True)
+        assert train_lora.train(settings, "never", sessions) == 0
         return settings, groups, start, engine.served
 
 
