@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,7 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
     settings = local_settings(tmp_path, save_steps=2)
     base = small_model()
-    with SmallEngine(base) as engine:
+    with SmallEngine(base, hold={3: (3, 4)}) as engine:  # group 3 begins before the step on group 2
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
         sessions = SmallSessions(engine.url, tasks=4, fates=FATES, log=tmp_path / "sessions")
         assert train_lora.train(settings, "auto", sessions) == 0
@@ -157,7 +156,7 @@ def test_a_group_without_contrast_is_a_step_that_moves_nothing_where_it_is_held(
     settings = local_settings(tmp_path, zero_contrast="hold")
     with SmallEngine(small_model()) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
-        sessions = SmallSessions(engine.url, 3, {1: ["runs", "ungraded"]}, tmp_path / "sessions")
+        sessions = SmallSessions(engine.url, 3, {1: ["runs", "ungraded"]}, tmp_path / "sessions", in_order=True)
         assert train_lora.train(settings, "never", sessions) == 0
     assert [(step["contrast"], step["rollouts"]) for step in steps_of(tmp_path)] == [(True, 4), (False, 2), (True, 4)]
     moved = [any(not torch.equal(before[name], after[name]) for name in after)
@@ -179,10 +178,11 @@ CHILD_KILLED = """
 
     def kill(log, signum, target):
         trackio = run / "trackio"  # rollouts may be served before the trainer has opened its log
-        while not (log.exists() and trackio.exists() and any(trackio.iterdir())):
+        while not (log.exists() and log.read_text() and trackio.exists() and any(trackio.iterdir())):
             time.sleep(0.1)
+        from recipe import rollout_worker  # not before: trackio would be imported without its folder
+        rollout_worker.GRACE = 3600.0  # the trainer is to notice by itself, however slow the machine is
         os.kill(target or int(log.read_text().split()[0]), signum)
-        (run / "killed").write_text(str(time.time()))
 
     if __name__ == "__main__":
         run = Path({run!r})
@@ -199,16 +199,15 @@ CHILD_KILLED = """
 """
 
 
-def run_and_signal(tmp_path: Path, signal: str, target: str) -> tuple[subprocess.CompletedProcess, float]:
-    """train_lora.main in a process of its own, in which `signal` hits `target` once rollouts run; and the seconds
-    that it took to end after that."""
+def run_and_signal(tmp_path: Path, signal: str, target: str) -> subprocess.CompletedProcess:
+    """train_lora.main in a process of its own, in which `signal` hits `target` once rollouts run."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(CHILD_KILLED.format(
         repo=str(REPO), tests=str(REPO / "tests/trainer"), run=str(tmp_path), signal=signal, target=target)))
     environ = {name: value for name, value in os.environ.items() if name != "TRACKIO_DIR"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environ)
     assert any((tmp_path / "trackio").iterdir()), "trackio writes into the run folder"
-    return done, time.time() - float((tmp_path / "killed").read_text())
+    return done
 
 
 def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_path, monkeypatch, capsys, trl_globals):
@@ -226,15 +225,14 @@ def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_pat
 
 
 def test_killed_worker_ends_the_trainer_at_once(tmp_path):
-    done, seconds = run_and_signal(tmp_path, "SIGKILL", "0")
+    done = run_and_signal(tmp_path, "SIGKILL", "0")
     assert done.returncode == 69, done.stderr[-3000:]
     assert "The rollout worker (pid " in done.stderr and "was killed by signal 9" in done.stderr
     assert "Resume with:" in done.stderr
-    assert seconds < 45
 
 
 def test_sigterm_saves_a_checkpoint(tmp_path):
-    done, _ = run_and_signal(tmp_path, "SIGTERM", "os.getpid()")
+    done = run_and_signal(tmp_path, "SIGTERM", "os.getpid()")
     assert done.returncode == 143, done.stderr[-3000:]
     newest = newest_checkpoint(tmp_path / "checkpoints")
     assert newest is not None
