@@ -28,7 +28,7 @@ start_process() {
   JOB_PID[$name]=$!
   JOB_RUNNING+=("$name")
   list_processes
-  while is_alive "$name" && ! has_session "${JOB_PID[$name]}"; do sleep 0.01; done
+  while is_alive "$name" && ! is_left "${JOB_PID[$name]}"; do sleep 0.01; done
   # shellcheck disable=SC2034 # read by job_signal
   JOB_STARTING=''
   # shellcheck disable=SC2086 # its two arguments
@@ -160,14 +160,6 @@ wait_followers() {
   JOB_FOLLOWERS=()
 }
 
-# has_session PID: is it the leader of a session?
-has_session() {
-  local line fields
-  { read -r line </proc/"$1"/stat; } 2>/dev/null || return 1
-  read -ra fields <<<"${line##*) }" # as below
-  [[ ${fields[3]} == "$1" ]]
-}
-
 # session_pids SID...: processes of these sessions that are not zombies.
 session_pids() {
   local stat line fields
@@ -194,6 +186,7 @@ terminate() {
   for sid in "$@"; do kill -TERM -- "-$sid" 2>/dev/null || true; done
 }
 
+# is_left SID...: does a session of these have a process?
 is_left() { (($#)) && [[ -n $(session_pids "$@") ]]; }
 
 # awaits SECONDS CONDITION SID...: until they have ended; fails when SECONDS are over before, or CONDITION, a command
