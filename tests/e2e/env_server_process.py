@@ -17,6 +17,9 @@ from recipe.config import REPO, Settings
 
 ADMIN_KEY = "admin-key-of-the-tests"
 LIMIT_S = 600  # of a start or an end, which take ten seconds where nobody else computes
+# Seconds of an agent in tests of its timeout and of a lost model, which it calls again until they are over: the next
+# one where a loaded machine did not come to what is tested.
+AGENT_LIMITS = (45, 180, 600)
 
 
 def needed(name: str) -> str:

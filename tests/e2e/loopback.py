@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 LOWEST = 15_000
-_taken: dict[int, socket.socket] = {}  # port -> what tells other processes that it is given away
+_taken: list[socket.socket] = []  # a name for each port that was given away
 
 
 def free_ports(number: int) -> list[int]:
@@ -30,7 +30,7 @@ def free_ports(number: int) -> list[int]:
         except OSError:
             name.close()
             continue
-        _taken[port] = name
+        _taken.append(name)
         found.append(port)
     assert len(found) == number, f"no {number} free ports in {LOWEST}-{highest}"
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from env_server_process import EnvServer, start_server
+from env_server_process import AGENT_LIMITS, EnvServer, start_server
 from header_proxy import HeaderProxy
 from loopback import free_ports
 from scripted_engine import Reply, ScriptedEngine, tool_results
@@ -20,9 +20,6 @@ from recipe.config import Settings
 from recipe.evaluation import fill, held_out_tasks, make_jobs
 
 N_TASKS = 2
-# Seconds of an agent: one that has lost its model repeats its call until they are over. The next where a loaded machine
-# needed more for an agent that had lost nothing.
-AGENT_LIMITS = (45, 180, 600)
 
 
 class RightAtLast:

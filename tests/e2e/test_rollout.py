@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from env_server_process import EnvServer
+from env_server_process import AGENT_LIMITS, EnvServer
 from header_proxy import HeaderProxy
 from openenv.core.harness import TrainableSession
 from scripted_engine import Reply, ScriptedEngine, bash_then_answer, encode, tool_results
@@ -39,7 +39,6 @@ def factory(server: EnvServer) -> HarborSessionFactory:
 
 
 POLICY_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-AGENT_LIMITS = (45, 180, 600)  # seconds; the next where a loaded machine did not come to the point that is tested
 
 
 def session_for(factory: HarborSessionFactory, task) -> HarborSession:
