@@ -75,7 +75,8 @@ sweep_sandboxes() {
 
 # shellcheck disable=SC2317,SC2329 # called by the traps
 job_signal() {
-  if [[ -n $JOB_STARTING ]]; then JOB_SIGNAL="$*"; return; fi
+  # In a trap a plain `return` gives the status of what was interrupted, by which `set -e` would end the job.
+  if [[ -n $JOB_STARTING ]]; then JOB_SIGNAL="$*"; return 0; fi
   if [[ -e $RUN_DIR/stalled.json ]]; then job_stalled; fi
   say "got SIG$1 in step $JOB_STEP: stopping. Resume with: $RESUME_WITH" >&2
   exit "$2"
