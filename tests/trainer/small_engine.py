@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,10 @@ import requests
 import torch
 from openenv.core.harness.training import TrainingTrace, TrainingTurn
 from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))  # also in the worker that imports this by itself
+
+from loopback import LoopbackServer  # noqa: E402
 
 TURN = 6  # tokens that the policy samples per turn
 PATIENCE = 300  # seconds, of what only hangs when something is broken
@@ -36,11 +41,7 @@ def first_prompt(task: int) -> list[int]:
     return [1, 6, 8 + task]
 
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # with the 5 of the library a burst of clients waits for seconds
-
-
-class SmallEngine:
+class SmallEngine(LoopbackServer):
     """`with SmallEngine(model) as engine:` serves `model` on engine.url; engine.received counts finished syncs.
 
     `hold` maps the number of a sync to a task and how many of its sessions must have asked before that sync begins.
@@ -75,18 +76,7 @@ class SmallEngine:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    def __enter__(self) -> SmallEngine:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        super().__init__(Handler)
 
     def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/sample":
