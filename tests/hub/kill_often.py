@@ -33,6 +33,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "e2e")]
 
 from hub_double import HubDouble, hub_environ  # noqa: E402
+from marked import carrying  # noqa: E402
 from training_process import TASKS, left_out, start, trained  # noqa: E402
 
 from recipe import checkpoints, sandbox_files  # noqa: E402
@@ -62,15 +63,7 @@ class Life:
     born: float = field(default_factory=time.monotonic)
 
     def members(self) -> list[int]:
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                if alive and self.mark.encode() in sandbox_files.environ_of(entry):
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-        return found
+        return carrying(self.mark)
 
     def kill(self) -> None:
         """SIGKILL to every process at once, as when the machine goes."""

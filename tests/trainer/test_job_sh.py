@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from loopback import job_ports
+from marked import carrying
 
 from recipe.config import REPO
 from recipe.watchdog import session_members
@@ -59,17 +60,7 @@ class Job:
                                      "SERVER_GRACE": "2"} | env)
 
     def members(self) -> list[int]:
-        """Living processes that carry the mark."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                marked = self.mark.encode() in (folder / "environ").read_bytes()
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if marked and state not in "ZX":
-                found.append(int(folder.name))
-        return found
+        return carrying(self.mark)
 
     def wait_for(self, pattern: str, file: str) -> re.Match[str]:
         deadline = time.monotonic() + PATIENCE
