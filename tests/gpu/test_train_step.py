@@ -41,20 +41,27 @@ def test_a_step_runs_with_checkpointing_and_moves_nothing_but_the_adapter(large_
 
 
 def test_compiled_layers_and_kept_activations_change_only_roundings(large_model):
+    """A compiled step is as near to the same step in float32 as one layer by layer is."""
     assert speed.compiler_fails() is None
-    grads = []
-    for compiled in (False, True):
+    grads, row = {}, None
+    for name in ("float32", "layer by layer", "compiled"):
         torch.manual_seed(0)
-        model = load(large_model, "varlen", isolated=True, checkpointing=True, plain=compiled, compiled=compiled)
+        exact, compiled = name == "float32", name == "compiled"
+        model = load(large_model, "sdpa-packed" if exact else "varlen", isolated=True, checkpointing=True,
+                     plain=compiled, compiled=compiled)
+        if exact:
+            model = model.float()
         speed.recompute(model, not compiled)
-        (row,) = rows_of([700, 1300], True, model.config.vocab_size)
-        with torch.autocast("cuda", torch.bfloat16):
+        if row is None:
+            (row,) = rows_of([700, 1300], True, model.config.vocab_size)
+        with torch.autocast("cuda", torch.bfloat16, enabled=not exact):
             loss = -model(**row, fused_lm_head=True, use_cache=False).log_probs.float().mean()
         loss.backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        del model
+        grads[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+        del model, loss
         gc.collect()
         torch.cuda.empty_cache()
-    apart = float((grads[0] - grads[1]).norm() / grads[0].norm())
-    print(f"gradients of a compiled step are {apart:.1e} apart, relative")
-    assert apart < 0.05
+    exact = grads.pop("float32")
+    apart = {name: float((grad - exact).norm() / exact.norm()) for name, grad in grads.items()}
+    print(f"gradients apart from float32's, relative: {apart}")
+    assert 0 < apart["compiled"] < 1.2 * apart["layer by layer"] < 0.12
