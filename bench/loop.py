@@ -95,7 +95,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
-    """The row of one run, from step WARM on where there are so many."""
+    """The row of one run: times from step WARM on where there are so many, rewards and ratios of all steps."""
     steady = steps[WARM:] if len(steps) > 2 * WARM else steps
 
     def mean(values: list[float]) -> float:
@@ -105,7 +105,7 @@ def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
         return mean([s["trl"][name] for s in steady if name in s.get("trl", {})])
 
     seconds = mean([s["seconds"] for s in steady])
-    ratios = [s["fresh_ratio_mean"] for s in steady if s.get("fresh_ratio_mean") is not None]
+    ratios = [s["fresh_ratio_mean"] for s in steps if s.get("fresh_ratio_mean") is not None]
     return {"steps": len(steps), "s a step": round(seconds, 2),
             "rollouts a minute": round(60 * mean([s["rollouts"] for s in steady]) / seconds, 1),
             "tokens a step": round(mean([s["tokens"] for s in steady])),

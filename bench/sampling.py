@@ -6,7 +6,9 @@
 Every request has a prompt of its own (8,192 tokens of which the first 4,096 are common, as OpenCode's are) and samples
 512 tokens. `prefix` sends each conversation twice, the second time longer, as an agent does: that is what caching is
 for. Limits: a decoding step reads all weights and the cache of every running request once: bytes over the card's copy
-rate (half of it: a copy reads and writes); the prompts take 2 FLOPs a weight and token at its bf16 rate.
+rate (of bytes read and written together, which is what its memory moves); the prompts take 2 FLOPs a weight and token at
+its bf16 rate. `decoding` counts only while all requests decode, a second or less with many prompts: it varies by a
+quarter between repetitions (`--concurrency 32,32,32,32`), where tokens/s of the whole varies by a tenth.
 """
 
 from __future__ import annotations
@@ -94,7 +96,6 @@ def main(argv: list[str] | None = None) -> int:
     weights = sum(f.stat().st_size for f in args.model.glob("*.safetensors"))
     head = config.hidden_size // config.num_attention_heads
     per_token = 2 * config.layer_types.count("full_attention") * config.num_key_value_heads * head * 2
-    read_rate = limits["copy_bytes_per_s"] / 2
     rows, failed, code = [], {}, 0
     for variant in args.variants.split(","):
         try:
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
                 measure(server, 2, args, config.vocab_size, 1)  # warm
                 for number, at_once in enumerate(map(int, args.concurrency.split(","))):
                     found = measure(server, at_once, args, config.vocab_size, 10 + number)
-                    step = (weights + at_once * (args.prompt + args.tokens / 2) * per_token) / read_rate
+                    step = (weights + at_once * (args.prompt + args.tokens / 2) * per_token) / limits["copy_bytes_per_s"]
                     prefill = at_once * args.prompt * weights / limits["bf16_flops"]  # 2 FLOPs, 2 bytes a weight
                     rows.append({"variant": variant, "at once": at_once, "s": round(found["wall"], 2),
                                  "tokens/s": round(at_once * args.tokens / found["wall"]),

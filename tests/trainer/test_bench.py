@@ -17,7 +17,7 @@ from test_weight_sync import adapted
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import modes, sampling
-from bench.common import table
+from bench.common import RESULTS, table
 from bench.loop import Watch, figures
 from bench.model import TINY, make_config
 from bench.sampling import decoding
@@ -121,6 +121,16 @@ def test_sampling_keeps_what_was_measured_before_a_signal(tmp_path, monkeypatch)
     found = json.loads((tmp_path / "out.json").read_text())
     assert code == 143 and found["not_run"] == {"eager": "ended by a signal"}
     assert [row["variant"] for row in found["rows"]] == ["recipe"]
+    read = found["weights_bytes"] + 8 * (8192 + 512 / 2) * found["cache_bytes_a_token"]
+    assert found["rows"][0]["decoding limit tokens/s"] == round(8 / (read / 1e12)), "a step reads them once"
+
+
+def test_committed_figures_stay_below_their_limits():
+    rows = [row for path in RESULTS.glob("sampling-*.json") for row in json.loads(path.read_text())["rows"]]
+    assert len(rows) > 10
+    assert all(row["decoding tokens/s"] < row["decoding limit tokens/s"] for row in rows)
+    rows = [row for path in RESULTS.glob("weight_sync-*.json") for row in json.loads(path.read_text())["rows"]]
+    assert len(rows) > 3 and all(row["limit ms"] < row["paused ms"] for row in rows)
 
 
 def test_gap_is_the_longest_silence_that_touches_the_sync():
@@ -161,7 +171,7 @@ def test_figures_of_a_run_leave_its_first_steps_out():
     found = figures(steps_of(10), 2)
     assert found["s a step"] == 6 and found["rollouts a minute"] == 80 and found["paused s"] == 0.05
     assert found["$ for 1,000 steps"] == pytest.approx(1000 * 6 / 3600 * 10, abs=0.01)
-    assert found["reward first, last"] == "0.200, 0.700" and found["ratio of fresh rows"] == "1.00030 to 1.00090"
+    assert found["reward first, last"] == "0.200, 0.700" and found["ratio of fresh rows"] == "1.00000 to 1.00090"
     assert table([{"a": 1234.5678, "b": None}]).splitlines() == ["| a | b |", "| --- | --- |", "| 1,235 |  |"]
 
 
