@@ -62,7 +62,8 @@ if [[ $ENGINE == vllm ]]; then
     --dtype "$DTYPE" --max-model-len "$MAX_MODEL_LEN" --gpu-memory-utilization "$memory_share"
     # No sampling defaults from the checkpoint: what a request does not set must not be truncated.
     --generation-config vllm
-    # Exact token ids and the log-probs of the distribution that was sampled: without both nothing can be trained.
+    # Exact token ids (OpenEnv 0.10.0 asks for them with each request too) and the log-probs of the distribution that was
+    # sampled: without both nothing can be trained.
     --return-tokens-as-token-ids --logprobs-mode processed_logprobs
     # OpenCode always sends tool_choice=auto.
     --enable-auto-tool-choice --tool-call-parser "$TOOL_CALL_PARSER")

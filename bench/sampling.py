@@ -6,7 +6,7 @@
 Every request has a prompt of its own (8,192 tokens of which the first 4,096 are common, as OpenCode's are) and samples
 512 tokens. `prefix` sends each conversation twice, the second time longer, as an agent does: that is what caching is
 for. Limits: a decoding step reads all weights and the cache of every running request once: bytes over the card's copy
-rate (of bytes read and written together, which is what its memory moves); the prompts take 2 FLOPs a weight and token at
+rate (reads and writes together, which is what its memory moves); the prompts take 2 FLOPs a weight and token at
 its bf16 rate. `decoding` counts only while all requests decode, a second or less with many prompts: it varies by a
 quarter between repetitions (`--concurrency 32,32,32,32`), where tokens/s of the whole varies by a tenth.
 """
@@ -104,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
                 measure(server, 2, args, config.vocab_size, 1)  # warm
                 for number, at_once in enumerate(map(int, args.concurrency.split(","))):
                     found = measure(server, at_once, args, config.vocab_size, 10 + number)
-                    step = (weights + at_once * (args.prompt + args.tokens / 2) * per_token) / limits["copy_bytes_per_s"]
+                    read = weights + at_once * (args.prompt + args.tokens / 2) * per_token
+                    step = read / limits["copy_bytes_per_s"]
                     prefill = at_once * args.prompt * weights / limits["bf16_flops"]  # 2 FLOPs, 2 bytes a weight
                     rows.append({"variant": variant, "at once": at_once, "s": round(found["wall"], 2),
                                  "tokens/s": round(at_once * args.tokens / found["wall"]),
