@@ -13,6 +13,7 @@ HarnessRolloutWorker runs the rollouts in a spawned process and queues training 
 
 from __future__ import annotations
 
+import logging
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -33,6 +34,7 @@ from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _H
 
 from recipe import task_cursor
 from recipe.exits import EXIT_UNAVAILABLE
+from recipe.harbor_sessions import RolloutAborted
 from recipe.rollout_log import RolloutLog
 from recipe.trl_shape import expect_parameters, expect_source
 
@@ -84,11 +86,18 @@ class KeepSession:
         return session.record if session else {"reason": "no session could be made; see logs/train.log"}
 
 
+def no_news(record: logging.LogRecord) -> bool:
+    """A filter of TRL's log, which shows a traceback for every rollout without a reward: none for those under way when
+    the run ends."""
+    return not (record.exc_info and isinstance(record.exc_info[1], RolloutAborted))
+
+
 class RolloutLoop(_HarnessRolloutLoop):
     """Runs in the child."""
 
     def __init__(self, trained_ahead: Sequence[int] = (), rollout_log: Path | None = None, **kwargs: Any):
         super().__init__(**kwargs)
+        logging.getLogger(_HarnessRolloutLoop.__module__).addFilter(no_news)
         self._log = RolloutLog(rollout_log)
         self._trained_ahead = set(trained_ahead)  # groups that the checkpoint has trained already
         self._factory = KeepSession(self._factory)

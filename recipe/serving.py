@@ -48,7 +48,12 @@ class EndAbandonedRollouts:
             await self.app(scope, receive, send)
             return
         messages: asyncio.Queue[Any] = asyncio.Queue()
-        handler = asyncio.create_task(self.app(scope, messages.get, send))
+
+        async def answer(message: Any) -> None:
+            with contextlib.suppress(OSError):  # nobody is there any more, as the next message will say
+                await send(message)
+
+        handler = asyncio.create_task(self.app(scope, messages.get, answer))
 
         async def listen() -> None:
             while True:

@@ -10,6 +10,8 @@ import sys
 import pytest
 from openenv.core.harness.capture import CaptureServer
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketState
+from uvicorn.protocols.utils import ClientDisconnected
 
 from recipe import sandbox_setup, serving
 from recipe.config import REPO, Settings, SettingsError
@@ -86,8 +88,11 @@ def test_public_app_mounts_the_capture_app_and_nothing_else():
         assert client.post(path).status_code == 404
 
 
-def websocket(app):
-    """Runs the middleware on `app` with a client that connects and leaves; what the app saw is `app`'s business."""
+def websocket(app, gone=False):
+    """Runs the middleware on `app` with a client that connects and leaves; what the app saw is `app`'s business.
+
+    `gone`: it left before anything could be sent to it, as uvicorn says.
+    """
     messages = [{"type": "websocket.connect"}, {"type": "websocket.disconnect"}]
 
     async def receive():
@@ -95,7 +100,9 @@ def websocket(app):
             return messages.pop(0)
         await asyncio.Event().wait()
 
-    async def send(message): ...
+    async def send(message):
+        if gone:
+            raise ClientDisconnected
 
     async def run():
         await asyncio.wait_for(serving.EndAbandonedRollouts(app)({"type": "websocket"}, receive, send), 60)
@@ -125,6 +132,20 @@ def test_an_idle_handler_reads_the_disconnect_itself():
 
     websocket(app)
     assert seen == ["websocket.connect", "websocket.disconnect"]
+
+
+def test_an_answer_that_comes_too_late_is_no_error():
+    seen = []
+
+    async def app(scope, receive, send):
+        assert (await receive())["type"] == "websocket.connect"
+        socket = WebSocket(scope, receive, send)
+        socket.client_state = socket.application_state = WebSocketState.CONNECTED
+        await socket.send_text("the rollout's result")
+        seen.append((await receive())["type"])
+
+    websocket(app, gone=True)
+    assert seen == ["websocket.disconnect"]
 
 
 def test_an_error_of_the_handler_is_not_swallowed():

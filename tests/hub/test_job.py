@@ -118,4 +118,7 @@ def test_a_submitted_job_trains_and_evaluates(hub: HubDouble, launcher: str, fol
         assert f"sandboxes: {len(sandboxes.specs)} ran, 0 did not start" in log and "on cpu-basic, about $0.0" in log
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["sandboxes"]
         assert last["flavor"] == "cpu-basic" and 0 < last["started"] <= len(sandboxes.specs) and last["minutes"] > 0
-        assert TOKEN not in log and not [f for f in (run / "logs").iterdir() if TOKEN in f.read_text(errors="replace")]
+        logs = {path.name: path.read_text(errors="replace") for path in (run / "logs").iterdir()}
+        assert TOKEN not in log and not [name for name, text in logs.items() if TOKEN in text]
+        # The end of a run ends rollouts that are under way; that is no fault, and nobody should have to look into it.
+        assert not [name for name, text in logs.items() if "Traceback" in text]
