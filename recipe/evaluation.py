@@ -12,7 +12,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,8 @@ def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambd
     """
     folder, run = plan.adapter.folder, settings.run_path
     digest = adapter_digest(check_adapter(folder)) if plan.holds == "both" else model_digest(check_model(folder))
+    if plan.holds == "both":  # vLLM 0.26 tells what it cached of adapters apart by their names alone
+        plan = replace(plan, served=f"{plan.served}-{digest[:8]}")
     watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=plan.label)
     tasks = held_out_tasks(settings)
     client = PolicyClient(settings.policy_url)

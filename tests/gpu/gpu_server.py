@@ -25,11 +25,13 @@ class Configuration:
     model: Path
     mode: str
     gpus: int = 1
+    caching: bool = False  # of prefixes
 
 
 CONFIGURATIONS = {
     "tiny-train": Configuration(TINY, "train"),  # pausing, weight routes, our worker extension
     "tiny-eval": Configuration(TINY, "eval"),  # adapters at run time
+    "tiny-cached": Configuration(TINY, "train", caching=True),
     "large-train": Configuration(FOLDER, "train"),
     "tiny-nccl": Configuration(TINY, "train", gpus=2),  # on the second GPU
 }
@@ -53,7 +55,8 @@ class Servers:
         # Each with a compile cache of its own: two that start together would write to the same one.
         self.started[name] = Server(what.model, free_port(), LOGS / f"{name}.log", what.mode, **{
             "GPUS": str(what.gpus), "POLICY_GPU": seen[what.gpus - 1], "MAX_MODEL_LEN": "4096",
-            "MAX_OUTPUT_TOKENS": "256", "GPU_MEMORY_UTILIZATION": "0.15", "VLLM_FLAGS": CACHE,
+            "MAX_OUTPUT_TOKENS": "256", "GPU_MEMORY_UTILIZATION": "0.15", "PREFIX_CACHING": str(int(what.caching)),
+            "VLLM_FLAGS": CACHE + " --enable-prompt-tokens-details" * what.caching,
             "VLLM_CACHE_ROOT": str(LOGS / f"cache-{name}")})
         # Ends the tests as Ctrl-C does, with their summary, and takes the servers along.
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -19,6 +19,7 @@ from recipe.cells import MadeWith
 from recipe.config import REPO, Settings
 from recipe.evaluation import EvalTask, make_jobs, stratified, why_again
 from recipe.hub import HubError
+from recipe.policy_client import PolicyError
 from recipe.protocol import Protocols, describe
 from recipe.results_repo import ResultsRepo
 
@@ -142,6 +143,25 @@ def test_why_cells_are_run_again_is_said(tmp_path):
         "1 earlier cells are run again: the adapter's weights are other ones",
         "1 earlier cells are run again: their tasks' files have changed",
         "1 earlier cells are run again: protocol gone is not in protocols.json"]
+
+
+def test_other_weights_are_never_served_under_a_name_that_was_used(tmp_path, monkeypatch):
+    names = []
+
+    class Engine:
+        def __init__(self, url): ...
+
+        def load_adapter(self, name, folder):
+            names.append(name)
+            raise PolicyError("seen enough")
+
+    monkeypatch.setattr(evaluation, "PolicyClient", Engine)
+    monkeypatch.setattr(evaluation, "held_out_tasks", lambda settings: tasks(2))
+    for folder, weights in (("a", b"1"), ("b", b"2"), ("c", b"1")):
+        adapter = Adapter(make_adapter(tmp_path / folder, weights), "a folder")
+        with pytest.raises(PolicyError):
+            evaluation.evaluate(settings(RUN_DIR=str(tmp_path)), evaluation.Plan(adapter, "adapter", "tuned", tmp_path))
+    assert names[0] == names[2] != names[1] and all(name.startswith("tuned-") for name in names)
 
 
 # -- adapters and checkpoints -----------------------------------------------------------------------------------------
