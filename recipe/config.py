@@ -195,8 +195,8 @@ class Settings:
                             check=one_of("auto", "stock"))
     weight_sync_timeout: int = knob(45, "WEIGHT_SYNC_TIMEOUT", "time of one phase of a weight sync before the run ends",
                                     "s", at_least(1))
-    prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM keeps what it computed of a conversation for its next turn; "
-                                "each weight sync drops it. vLLM calls it experimental for LFM2")
+    prefix_caching: bool = knob(False, "PREFIX_CACHING", "vLLM keeps what it computed of a conversation for its next "
+                                "turn; each weight sync drops it. vLLM calls it experimental for LFM2")
     # guarding, saving, evaluating
     canary_every: int = knob(1, "CANARY_EVERY", "weight syncs between two checks that engine and trainer score a fixed "
                              "text alike", "syncs", at_least(1))
