@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
                         "the two the policy server holds")
     parser.add_argument("--source", default="", help="where it comes from, for the results (default: its folder)")
     parser.add_argument("--label", default="adapter", help="name of the adapter's cells in the results")
-    parser.add_argument("--served-name", default="opencode-lora", help="model name under which the engine serves it")
+    parser.add_argument("--served-name", default="opencode-lora", help="begin of the name under which the "
+                        "engine serves it; a digest of the weights follows")
     parser.add_argument("--results", default=FINAL, help="name of the results files in RUN_DIR/eval")
     args = parser.parse_args(argv)
     repo: ResultsRepo | None = None

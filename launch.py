@@ -40,7 +40,7 @@ LEFT_OUT = ["runs/*", ".*", "*/.*", "*__pycache__*"]  # of the code bundle, besi
 # Dollars an hour: https://huggingface.co/docs/hub/jobs-pricing
 PRICES = {"h200": 5.0, "h200x2": 10.0, "h200x4": 20.0, "h200x8": 40.0}
 EXPOSED_PORT = 0.01  # dollars an hour, all exposed ports of one job
-# Seconds a step: measured on h200x2 once the queue of rollouts is full, and in the first steps. 20 steps take 40 min.
+# Seconds a step on h200x2, estimated: once the queue of rollouts is full, and in the first steps. 20 steps take 40 min.
 FAST_STEP, SLOW_STEP, SET_UP = 35, 90, 600
 
 
@@ -124,7 +124,7 @@ class Job:
                      f"${self.dollars(1) - PRICES[self.flavor] - EXPOSED_PORT:.2f} for sandboxes")
         if self.estimate:
             few, many = self.estimate
-            source = f"measured in {self.measured}" if self.measured else "the recipe's figures; --from-run takes yours"
+            source = f"measured in {self.measured}" if self.measured else "an estimate; --from-run takes yours"
             lines.append(f"expected       {few:.1f} to {many:.1f} h for {self.settings.max_steps} steps and set-up, "
                          f"${self.dollars(few):.0f} to ${self.dollars(many):.0f}; the final evaluation comes on top")
             lines.append(f"               {self.step_seconds[0]:.0f} to {self.step_seconds[1]:.0f} s a step ({source})")

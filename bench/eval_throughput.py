@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         out = settings.run_path / "eval" / "throughput.json"
         digest = adapter_digest(check_adapter(folder))
         client = PolicyClient(settings.policy_url)
-        plan = Plan(Adapter(folder, str(folder)), "adapter", "opencode-lora", out)
+        plan = Plan(Adapter(folder, str(folder)), "adapter", "opencode-lora", out).of_weights(digest)
         jobs = make_jobs(held_out_tasks(settings), 1, "bench", digest, plan.label, settings.model, plan.served)
         found = {}
         with engine_of(settings, plan, client, print):

@@ -8,7 +8,8 @@ Every request has a prompt of its own (8,192 tokens of which the first 4,096 are
 for. Limits: a decoding step reads all weights and the cache of every running request once: bytes over the card's copy
 rate (reads and writes together, which is what its memory moves); the prompts take 2 FLOPs a weight and token at
 its bf16 rate. `decoding` counts only while all requests decode, a second or less with many prompts: it varies by a
-quarter between repetitions (`--concurrency 32,32,32,32`), where tokens/s of the whole varies by a tenth.
+quarter between repetitions (`--concurrency 32,32,32,32`), where tokens/s of the whole varies by a tenth,
+and by a sixth between servers.
 """
 
 from __future__ import annotations

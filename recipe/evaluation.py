@@ -126,8 +126,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one evaluation compares: `adapter`, whose cells get `label` and which the engine serves as `served`, against
-    the base; the result goes to `out`.
+    """What one evaluation compares: `adapter`, whose cells get `label` and which the engine serves as `served` and the
+    digest of its weights, against the base; the result goes to `out`.
 
     With `holds` "base" or "trained", `adapter` is a whole model (LORA=0), which an engine can't hold beside the base:
     only the cells of the one that it holds, under the name of MODEL, are run, and "trained" is the one with a result.
@@ -138,6 +138,10 @@ class Plan:
     served: str
     out: Path
     holds: str = "both"
+
+    def of_weights(self, digest: str) -> Plan:
+        """With a name for these weights alone: vLLM 0.26 tells what it cached of adapters apart by their names."""
+        return replace(self, served=f"{self.served}-{digest[:8]}") if self.holds == "both" else self
 
     def runs(self, job: Job) -> bool:
         return self.holds == "both" or (job.model == BASE) == (self.holds == "base")
@@ -178,8 +182,7 @@ def evaluate(settings: Settings, plan: Plan, on_cell: Callable[[], None] = lambd
     """
     folder, run = plan.adapter.folder, settings.run_path
     digest = adapter_digest(check_adapter(folder)) if plan.holds == "both" else model_digest(check_model(folder))
-    if plan.holds == "both":  # vLLM 0.26 tells what it cached of adapters apart by their names alone
-        plan = replace(plan, served=f"{plan.served}-{digest[:8]}")
+    plan = plan.of_weights(digest)
     watchdog.beat(run / watchdog.HEARTBEAT, "eval-setup", adapter=plan.label)
     tasks = held_out_tasks(settings)
     client = PolicyClient(settings.policy_url)

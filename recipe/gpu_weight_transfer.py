@@ -11,6 +11,7 @@ the run with a WeightSyncError, whatever NCCL does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -168,12 +169,20 @@ class NcclWeightTransfer(FlatWeightTransfer):
         receive(self.group, self.flat, self.stream)
         self.sent.record(self.stream)
         deadline = time.monotonic() + self.timeout
-        while not self.sent.query():  # NCCL itself has no timeout
+        problem = ""
+        while not problem:  # NCCL itself has no timeout
+            try:
+                if self.sent.query():
+                    return
+            except RuntimeError as err:  # CUDA's: the memory of a process that died is gone in the middle of a copy
+                problem = f"the broadcast of the weights to the policy server at {self.server_url} failed: {err}"
             if time.monotonic() > deadline:
-                self.destroy()
-                raise WeightSyncError(f"the weights were not received within {self.timeout:g} s by the policy server "
-                                      f"at {self.server_url}: it died or hangs. See logs/policy.log.")
+                problem = (f"the weights were not received within {self.timeout:g} s by the policy server at "
+                           f"{self.server_url}: it died or hangs")
             time.sleep(0.0005)
+        with contextlib.suppress(RuntimeError):
+            self.destroy()
+        raise WeightSyncError(f"{problem}. See logs/policy.log.")
 
     def destroy(self) -> None:
         if self.group is not None:

@@ -87,8 +87,8 @@ class KeepSession:
 
 
 def no_news(record: logging.LogRecord) -> bool:
-    """A filter of TRL's log, which shows a traceback for every rollout without a reward: none for those under way when
-    the run ends."""
+    """A filter of TRL's log, which has a warning with a traceback for every rollout without a reward: none for those
+    that the end of the run ended. rollouts.jsonl names them."""
     return not (record.exc_info and isinstance(record.exc_info[1], RolloutAborted))
 
 

@@ -66,7 +66,7 @@ class EndAbandonedRollouts:
 
         listener = asyncio.create_task(listen())
         try:
-            await asyncio.wait([handler])
+            await asyncio.wait([handler, listener], return_when=asyncio.FIRST_COMPLETED)
         finally:
             listener.cancel()
             handler.cancel()

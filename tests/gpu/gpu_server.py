@@ -34,6 +34,7 @@ CONFIGURATIONS = {
     "tiny-cached": Configuration(TINY, "train", caching=True),
     "large-train": Configuration(FOLDER, "train"),
     "tiny-nccl": Configuration(TINY, "train", gpus=2),  # on the second GPU
+    "large-nccl": Configuration(FOLDER, "train", gpus=2),
 }
 
 

@@ -86,6 +86,29 @@ def test_nccl_is_exact_and_a_killed_engine_ends_it(server, servers):
         transfer.destroy()
 
 
+@pytest.mark.policy("large-nccl")
+def test_an_engine_that_dies_inside_a_broadcast_ends_the_sync(server, servers, large_model, monkeypatch):
+    """5 GB do not fit into NCCL's own buffers, so the sender waits for a receiver that is gone."""
+    model = load_policy(large_model)
+    transfer = flat_transfer(server.url, False, 20)
+    transfer.init_weight_transfer()
+    ours(model, transfer)
+    worker = transfer._worker
+
+    def call(method: str, *args: str):
+        answer = worker(method, *args)
+        if method == "flat_receive":  # the engine has begun to receive
+            servers.kill("large-nccl")
+        return answer
+
+    monkeypatch.setattr(transfer, "_worker", call)
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match="not received within 20 s|broadcast of the weights .* failed") as raised:
+        ours(model, transfer)
+    print(f"ended after {time.monotonic() - began:.1f} s: {raised.value}")
+    assert time.monotonic() - began < 50
+
+
 @pytest.mark.policy("tiny-eval")
 def test_an_adapter_is_loaded_and_unloaded_by_name(server, tmp_path):
     model = load_policy(TINY)

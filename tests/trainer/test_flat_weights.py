@@ -12,9 +12,9 @@ import pytest
 import torch
 from test_weight_sync import adapted, reference
 
-from recipe import flat_weights
+from recipe import flat_weights, gpu_weight_transfer
 from recipe.flat_weights import Receiver, from_json, pack, plan, size, to_json
-from recipe.gpu_weight_transfer import FlatWeightTransfer
+from recipe.gpu_weight_transfer import FlatWeightTransfer, NcclWeightTransfer
 from recipe.vllm_weights import FlatWeights, checksum
 from recipe.weight_sync import WeightSyncError, merged_parameters
 
@@ -224,3 +224,25 @@ def test_an_engine_over_several_gpus_is_refused():
     worker = Worker(None)
     worker.parallel_config.world_size = 2
     assert "2 workers: set WEIGHT_SYNC=stock" in FlatWeights.flat_open(worker, "{}")["error"]
+
+
+def lost() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(("event", "said"), [
+    (lambda: False, "not received within 0.2 s by the policy server at http://engine: it died or hangs"),
+    (lost, "broadcast of the weights to the policy server at http://engine failed: CUDA error"),
+])
+def test_a_broadcast_that_nobody_takes_ends_with_a_message(monkeypatch, event, said):
+    """NCCL has no timeout; CUDA reports the lost memory of the other process as a RuntimeError, or never answers."""
+    left = []
+    transfer = NcclWeightTransfer("http://engine", 0.2, torch.device("cpu"))
+    transfer.flat, transfer.stream = torch.zeros(8, dtype=torch.uint8), None
+    transfer.group = SimpleNamespace(destroy=lambda: left.append("the group"))
+    transfer.sent = SimpleNamespace(record=lambda stream: None, query=event)
+    monkeypatch.setattr(transfer, "_worker", lambda method: {})
+    monkeypatch.setattr(gpu_weight_transfer, "receive", lambda *_: None)
+    with pytest.raises(WeightSyncError, match=said):
+        transfer._send()
+    assert left == ["the group"], "what nobody takes would hold the process at its end"
