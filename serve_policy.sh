@@ -70,7 +70,7 @@ if [[ $ENGINE == vllm ]]; then
   [[ $MODEL_REVISION == main || -d $weights ]] ||
     command+=(--revision "$MODEL_REVISION" --tokenizer-revision "$MODEL_REVISION")
   if [[ $PREFIX_CACHING == 1 ]]; then
-    command+=(--enable-prefix-caching)
+    command+=(--enable-prefix-caching --enable-prompt-tokens-details) # the trainer's canary reads what was cached
     if [[ $TOOL_CALL_PARSER == lfm2 ]]; then command+=(--mamba-cache-mode align); fi # Lfm2 refuses mode "all"
   else
     command+=(--no-enable-prefix-caching)

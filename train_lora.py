@@ -153,7 +153,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
             raise StopRequested
 
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
-                                settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every)
+                                settings.canary_tolerance or canary.TOLERANCES[settings.dtype], settings.canary_every,
+                                settings.prefix_caching)
     kept = sys.maxsize
     if gpu:
         kept = gpu_memory.kept_tokens(settings, gpu_memory.shape_of(settings), torch.cuda.mem_get_info()[1])

@@ -4,10 +4,14 @@ A sync that silently does not reach the sampler looks like staleness: the ratio 
 Two things stop the run here. The mean |difference of log-probs| is beyond what the dtype's rounding explains: the
 engine holds other weights. Or the engine's answer has not changed by a bit over STUCK_CHECKS checks while the trainer's
 has: with a small learning rate, weights that never arrive stay within the rounding for long, but they stand still.
+
+With PREFIX_CACHING=1 two more do: the engine answers from tokens that it computed before the sync, which the text's
+log-probs cannot show, because for them vLLM computes every token; or from what it keeps it takes another next token.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -17,6 +21,9 @@ import torch
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
 STUCK_CHECKS = 3
 STUCK_MOVE = 1e-3  # nats that the trainer must have moved meanwhile for that to mean anything
+# Tokens of the prompt that is asked for twice: one behind a border of blocks of 16, 32 or 64 tokens, where convolutions
+# whose state is lost moved a probability of the tiny model by 0.7; rounding moved none by 1e-4 (vLLM 0.26.0 on a CPU).
+KEPT_LENGTH, KEPT_TOLERANCE = 321, 0.05
 TEXT = ("You are in a Linux shell. Read data.csv in the working directory: its header is name,city,amount,date and it "
         "has 1250 rows. Use awk -F, 'NR>1 {s+=$3} END {print s/(NR-1)}' data.csv or Python, find the mean amount of "
         "the rows whose city is Lisbon, round it to two decimals and write only that number to /workdir/answer.txt.")
@@ -30,6 +37,8 @@ class Scorer(Protocol):
     """The policy server's side: recipe.policy_client.PolicyClient."""
 
     def prompt_logprobs(self, model: str, token_ids: list[int]) -> list[float]: ...
+
+    def next_token(self, model: str, token_ids: list[int]) -> tuple[dict[str, float], int | None]: ...
 
 
 @torch.no_grad()
@@ -47,12 +56,19 @@ def trainer_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Tens
         model.train(training)
 
 
-class Canary:
-    """Compares engine and trainer on `token_ids` after each `every`-th sync; see the module's docstring."""
+def kept_prompt(token_ids: list[int]) -> list[int]:
+    """KEPT_LENGTH of `token_ids` in disorder: after a text that makes sense the next token is too certain to move."""
+    return [token_ids[(7 * i * i + 3 * i) % len(token_ids)] for i in range(KEPT_LENGTH)]
 
-    def __init__(self, engine: Scorer, model_name: str, token_ids: list[int], tolerance: float, every: int = 1):
+
+class Canary:
+    """Compares engine and trainer on `token_ids` after each `every`-th sync; see the module's docstring. `caching`: the
+    engine keeps prefixes."""
+
+    def __init__(self, engine: Scorer, model_name: str, token_ids: list[int], tolerance: float, every: int = 1,
+                 caching: bool = False):
         self.engine, self.model_name, self.token_ids = engine, model_name, token_ids
-        self.tolerance, self.every = tolerance, every
+        self.tolerance, self.every, self.caching = tolerance, every, caching
         self.syncs = self.unchanged = 0
         self.last: torch.Tensor | None = None  # the engine's answer
         self.anchor: torch.Tensor | None = None  # the trainer's when the engine's answer changed last
@@ -62,6 +78,8 @@ class Canary:
         self.syncs += 1
         if (self.syncs - 1) % self.every:
             return None
+        if self.caching:
+            self._look_at_what_is_kept()
         ours = trainer_logprobs(model, self.token_ids)
         theirs = torch.tensor(self.engine.prompt_logprobs(self.model_name, self.token_ids))
         gap = float((ours - theirs).abs().mean())
@@ -85,3 +103,23 @@ class Canary:
                 f"{self.unchanged} syncs, in which the trainer's moved by {moved:.2e} nats: {figures}. Updates are "
                 "accepted but do not reach the sampler; see logs/policy.log and restart the policy server.")
         return gap
+
+    def _look_at_what_is_kept(self) -> None:
+        """Nobody but this check asks for its prompt. Raises CanaryError."""
+        ids = kept_prompt(self.token_ids)
+        anew, stale = self.engine.next_token(self.model_name, ids)
+        again, kept = self.engine.next_token(self.model_name, ids)
+        if kept is None and self.syncs == 1:
+            print("PREFIX_CACHING=1, but the policy server does not tell what it took from its cache: what is left of "
+                  "earlier weights there goes unnoticed. Serve it with --enable-prompt-tokens-details, as "
+                  "serve_policy.sh does.", flush=True)
+        # A token that is not listed has at most the least probability of those that are.
+        moved = max(abs(math.exp(anew.get(token, min(anew.values()))) - math.exp(again.get(token, min(again.values()))))
+                    for token in anew.keys() | again.keys())
+        if not stale and moved <= KEPT_TOLERANCE:
+            return
+        raise CanaryError(f"Sync {self.syncs}: " + (
+            f"the engine still answers from {stale} tokens that it computed with earlier weights" if stale else
+            f"of {kept} tokens that it keeps, the engine takes another next token than of the same computed anew: a "
+            f"probability moves by {moved:.2g} (allowed {KEPT_TOLERANCE:g})")
+            + ". Set PREFIX_CACHING=0, which this vLLM needs, and start the same command again.")

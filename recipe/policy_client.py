@@ -48,6 +48,14 @@ class PolicyClient:
     def unload_adapter(self, name: str) -> None:
         self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
+    def next_token(self, model: str, token_ids: list[int]) -> tuple[dict[str, float], int | None]:
+        """({token: log-prob} of the likeliest next tokens at T=1, tokens of the prompt that were taken from the
+        server's cache: None where it does not tell)."""
+        body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 20}
+        answer = self._request("POST", "/v1/completions", body).json()
+        told = answer["usage"].get("prompt_tokens_details")
+        return answer["choices"][0]["logprobs"]["top_logprobs"][0], told and told.get("cached_tokens")
+
     def prompt_logprobs(self, model: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities (nats, T=1) of token_ids[1:], each given those before it."""
         body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}

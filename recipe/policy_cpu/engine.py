@@ -57,8 +57,14 @@ class Completion:
     chain: bytes = b""
 
     @property
+    def computed(self) -> bool:
+        """Whether the next token may be drawn: all before it are in the state."""
+        return self.state.length == len(self.prompt) + len(self.tokens)
+
+    @property
     def prefilling(self) -> bool:
-        return self.state is not None and self.state.length < len(self.prompt)
+        """More is to be computed than the token that was drawn last: the prompt, or all once more after a pause."""
+        return self.state is None or self.state.length < len(self.prompt) + max(len(self.tokens) - 1, 0)
 
 
 class Engine:
@@ -109,7 +115,8 @@ class Engine:
     def pause(self, mode: PauseMode, clear_cache: bool) -> Future:
         """keep: running completions freeze between two tokens; wait: they finish first; abort: they end now.
 
-        New requests wait in every mode. The future is done when nothing runs any more.
+        New requests wait in every mode. The future is done when nothing runs any more. With `clear_cache`, as in vLLM,
+        frozen completions lose what was computed of them, and go on by the weights of that time.
         """
         done: Future = Future()
         asked = self.call(lambda: self._pause(mode, clear_cache, done))
@@ -167,13 +174,15 @@ class Engine:
         if mode == "abort":
             for completion in (*self.running, *self.waiting):
                 self._finish(completion, "abort")
-        self._pausing.append((done, clear_cache and mode != "keep"))
+        self._pausing.append((done, clear_cache))
 
     def _settle_pauses(self) -> None:
         if self.paused in (None, "keep") or not self.running:
             for done, clear_cache in self._pausing:
                 if clear_cache:
                     self.cache.clear()
+                    for completion in self.running:
+                        completion.state = None
                 done.set_result(None)
             self._pausing.clear()
 
@@ -183,6 +192,9 @@ class Engine:
             self._start(self.waiting.popleft())
         for weights in {id(c.policy.weights): c.policy.weights for c in self.running}.values():
             group = [c for c in self.running if c.policy.weights is weights]
+            for completion in group:
+                if completion.state is None:
+                    self._begin(completion)
             group.sort(key=lambda c: c.prefilling)  # those that decode, one token each, come first
             segments = [Segment(c.state, self._next_tokens(c)) for c in group]
             hidden = self.runner.forward(weights, segments)
@@ -192,28 +204,32 @@ class Engine:
                 self._store_blocks(completion)
                 if completion.params.prompt_logprobs is not None and not completion.tokens:
                     self._rank_prompt(completion, self.runner.logits(weights, hidden[begin:end]), len(segment.tokens))
-            ready = [(c, end) for c, end in zip(group, _ends(segments), strict=True) if not c.prefilling]
+            ready = [(c, end) for c, end in zip(group, _ends(segments), strict=True) if c.computed]
             if ready:
                 logits = self.runner.logits(weights, hidden[[end - 1 for _, end in ready]])
                 for (completion, _), row in zip(ready, logits, strict=True):
                     self._sample(completion, row)
 
     def _start(self, completion: Completion) -> None:
-        params, prompt = completion.params, completion.prompt
-        completion.generator = generator_for(params.seed)
-        completion.state = self.runner.new_state(len(prompt) + min(params.max_tokens, 256))
-        completion.root = completion.chain = completion.policy.weights.key
-        if params.prompt_logprobs is None:  # they need every position's logits, which the cache does not have
-            completion.chain = self.cache.restore(completion.root, prompt, completion.state)
-        else:
-            completion.prompt_ranked = [None]
+        completion.generator = generator_for(completion.params.seed)
+        self._begin(completion)
         completion.cached = completion.state.length
         self.running.append(completion)
+
+    def _begin(self, completion: Completion) -> None:
+        """An empty state, or what the cache knows of it."""
+        params, known = completion.params, completion.prompt + completion.tokens
+        completion.state = self.runner.new_state(len(completion.prompt) + min(params.max_tokens, 256))
+        completion.root = completion.chain = completion.policy.weights.key
+        if params.prompt_logprobs is None:  # they need every position's logits, which the cache does not have
+            completion.chain = self.cache.restore(completion.root, known, completion.state)
+        elif not completion.tokens:
+            completion.prompt_ranked = [None]
 
     def _next_tokens(self, completion: Completion) -> list[int]:
         if completion.prefilling:
             start = completion.state.length
-            return completion.prompt[start : start + self.chunk]
+            return (completion.prompt + completion.tokens)[start : start + self.chunk]
         return completion.tokens[-1:]
 
     def _store_blocks(self, completion: Completion) -> None:

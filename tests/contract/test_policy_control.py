@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 from test_policy_server import error_of
 from transformers import Lfm2ForCausalLM
 
+from recipe.canary import KEPT_LENGTH, kept_prompt
+from recipe.policy_client import PolicyClient
+
 IDS = [1, 6, *range(30, 180)]
 
 
@@ -58,6 +61,22 @@ def test_other_pause_modes_return(dev_server, mode):
     assert dev_server.post("/pause", params={"mode": mode}).status_code == 200
     assert dev_server.post("/resume").status_code == 200
     assert dev_server.chat(max_tokens=2)["choices"]
+
+
+def test_a_pause_drops_what_was_kept_of_a_prompt(dev_server):
+    client, prompt = PolicyClient(dev_server.url), kept_prompt(IDS)
+    client.next_token(dev_server.model, prompt)
+    before, kept = client.next_token(dev_server.model, prompt)
+    if not kept and not dev_server.is_ours:
+        pytest.skip("the server at POLICY_URL keeps no prefixes")
+    assert kept >= KEPT_LENGTH // 2
+    dev_server.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    dev_server.post("/resume")
+    assert client.next_token(dev_server.model, prompt)[1] == kept
+    dev_server.post("/pause", params={"mode": "keep"})
+    dev_server.post("/resume")
+    after, kept = client.next_token(dev_server.model, prompt)
+    assert kept == 0 and max(before.values()) == pytest.approx(max(after.values()), abs=0.1)
 
 
 def test_unknown_pause_mode(dev_server):

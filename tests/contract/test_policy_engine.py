@@ -83,33 +83,49 @@ def test_without_a_cache_and_when_it_overflows(model_folder, reference):
         service.engine.close()
 
 
-def test_pause_keep_freezes_between_two_tokens_and_goes_on_with_new_weights(service, model_folder, tmp_path):
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("sampled", [5, 62, 500])
+def test_pause_keep_freezes_between_two_tokens_and_new_weights_follow(service, reference, tmp_path, clear, sampled):
+    """As vLLM does: anew by the new weights, or with clear_cache=false on what the old ones computed."""
     engine, paused, reached = service.engine, [], threading.Event()
     completion = Completion(service.store.base, random_ids(130, 1),
-                            SamplingParams(max_tokens=90, logprobs=0, ignore_eos=True, seed=2))
+                            SamplingParams(max_tokens=sampled + 85, logprobs=0, ignore_eos=True, seed=2))
 
     def on_token() -> None:
-        if len(completion.tokens) == 5:
-            paused.append(engine.pause("keep", clear_cache=True))
+        if len(completion.tokens) == sampled:
+            paused.append(engine.pause("keep", clear_cache=clear))
             reached.set()
 
     completion.on_token = on_token
     engine.submit(completion)
     assert reached.wait(TIMEOUT)
     paused[0].result(TIMEOUT)
-    assert len(completion.tokens) == 5 and not completion.done.done()
+    assert len(completion.tokens) == sampled and not completion.done.done()
     other = Lfm2ForCausalLM.from_pretrained(make_model(tmp_path, seed=1)).eval()
     for function in (service.store.start_update,
                      lambda: service.store.update_from_file(str(tmp_path / "model.safetensors")),
                      service.store.finish_update):
         engine.call(function).result(TIMEOUT)
-    assert len(completion.tokens) == 5
+    assert len(completion.tokens) == sampled
     engine.resume().result(TIMEOUT)
     completion.done.result(TIMEOUT)
-    assert len(completion.tokens) == 90
-    # Its keys and values are of both weights, so none of its later blocks may serve a request under the new ones.
+    assert len(completion.tokens) == sampled + 85
+    before = Completion(completion.policy, completion.prompt, completion.params, tokens=completion.tokens[:sampled],
+                        ranked=completion.ranked[:sampled])
+    after = Completion(completion.policy, completion.prompt + before.tokens, completion.params,
+                       tokens=completion.tokens[sampled:], ranked=completion.ranked[sampled:])
+    for part in (before, after):
+        part.done.set_result(None)
+    assert_exact(reference, before)
+    if clear:
+        assert_exact(other, after)
+    else:
+        with pytest.raises(AssertionError):
+            assert_exact(other, after)
+    # Not cleared, its keys and values are of both weights: none of its blocks may serve a request under the new ones.
     again = ask(service, completion.prompt + completion.tokens)
     assert_exact(other, again)
+    assert (again.cached > 0) == clear
 
 
 def test_pause_wait_lets_running_completions_finish(service):

@@ -63,7 +63,7 @@ def test_vllm_for_evaluation():
     assert words[:2] == ["CUDA_VISIBLE_DEVICES=1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]
     assert value(words, "--max-lora-rank") == "32", "24 is no rank vLLM has; 32 is the next"
     assert value(words, "--mamba-cache-mode") == "align" and value(words, "--revision") == "abc"
-    assert "--enable-lora" in words and "--enable-prefix-caching" in words
+    assert {"--enable-lora", "--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(words)
     weight_routes = ("DEV_MODE", "weight-transfer", "worker-extension")
     assert not any(part in word for word in words for part in weight_routes), "nobody can change the base"
 
