@@ -12,7 +12,7 @@ from recipe.config import REPO
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.policy(f"tiny-{mode}"))
-                                  for mode in ("train", "eval")])
+                                  for mode in ("train", "eval", "cached")])
 def test_vllm_keeps_the_contract_that_the_cpu_server_keeps(mode, server, capfd):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "tests/contract/test_policy_server.py",
