@@ -166,29 +166,27 @@ class NcclWeightTransfer(FlatWeightTransfer):
 
     def _send(self) -> None:
         self._worker("flat_receive")
-        receive(self.group, self.flat, self.stream)
-        self.sent.record(self.stream)
         deadline = time.monotonic() + self.timeout
-        problem = ""
-        while not problem:  # NCCL itself has no timeout
-            try:
+        problem = (f"the weights were not received within {self.timeout:g} s by the policy server at "
+                   f"{self.server_url}: it died or hangs")
+        try:
+            receive(self.group, self.flat, self.stream)
+            self.sent.record(self.stream)
+            while time.monotonic() < deadline:  # NCCL itself has no timeout
                 if self.sent.query():
                     return
-            except RuntimeError as err:  # CUDA's: the memory of a process that died is gone in the middle of a copy
-                problem = f"the broadcast of the weights to the policy server at {self.server_url} failed: {err}"
-            if time.monotonic() > deadline:
-                problem = (f"the weights were not received within {self.timeout:g} s by the policy server at "
-                           f"{self.server_url}: it died or hangs")
-            time.sleep(0.0005)
+                time.sleep(0.0005)
+        except RuntimeError as err:  # NCCL's or CUDA's: the other process is gone, and its memory
+            problem = f"the broadcast of the weights to the policy server at {self.server_url} failed: {err}"
         with contextlib.suppress(RuntimeError):
             self.destroy()
         raise WeightSyncError(f"{problem}. See logs/policy.log.")
 
     def destroy(self) -> None:
-        if self.group is not None:
-            self.group.destroy()  # aborts a broadcast that nobody receives, which would hold the process at its end
-            self.group = None
+        group, self.group = self.group, None
         super().destroy()
+        if group is not None:
+            group.destroy()  # aborts a broadcast that nobody receives, which would hold the process at its end
 
 
 def free_port() -> int:

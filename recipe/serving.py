@@ -61,17 +61,18 @@ class EndAbandonedRollouts:
                 messages.put_nowait(message)
                 if message["type"] == "websocket.disconnect":
                     await asyncio.wait([handler], timeout=1)  # an idle handler reads it and leaves by itself
-                    handler.cancel()
                     return
 
         listener = asyncio.create_task(listen())
-        try:
+        try:  # cancelled once: a second time would end the handler's own cleaning up
             await asyncio.wait([handler, listener], return_when=asyncio.FIRST_COMPLETED)
         finally:
             listener.cancel()
             handler.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await handler
+        if listener.done() and not listener.cancelled():
+            listener.result()  # what broke the socket
 
 
 async def serve(public: tuple[Any, socket.socket], control: tuple[Any, socket.socket], *, threads: int,

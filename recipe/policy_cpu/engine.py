@@ -3,7 +3,7 @@
 The thread owns all state. Others hand it functions (`call`), which it runs between two steps, so pausing, loading
 weights and aborting need no lock. A step computes one chunk of at most one prompt and one token of every running
 completion. Prompts are computed one after the other: rollouts of one group ask for the same prompt at the same
-moment, and the second then finds the first one's blocks in the prefix cache.
+moment, and the second then finds the first one's blocks in the prefix cache. So it is with those that a pause froze.
 """
 
 from __future__ import annotations
@@ -187,14 +187,14 @@ class Engine:
             self._pausing.clear()
 
     def _step(self) -> None:
-        if self.paused is None and self.waiting and len(self.running) < self.max_running \
-                and not any(c.prefilling for c in self.running):
-            self._start(self.waiting.popleft())
-        for weights in {id(c.policy.weights): c.policy.weights for c in self.running}.values():
-            group = [c for c in self.running if c.policy.weights is weights]
-            for completion in group:
-                if completion.state is None:
-                    self._begin(completion)
+        if not any(c.state and c.prefilling for c in self.running):
+            if frozen := next((c for c in self.running if c.state is None), None):
+                self._begin(frozen)
+            elif self.paused is None and self.waiting and len(self.running) < self.max_running:
+                self._start(self.waiting.popleft())
+        computing = [c for c in self.running if c.state]
+        for weights in {id(c.policy.weights): c.policy.weights for c in computing}.values():
+            group = [c for c in computing if c.policy.weights is weights]
             group.sort(key=lambda c: c.prefilling)  # those that decode, one token each, come first
             segments = [Segment(c.state, self._next_tokens(c)) for c in group]
             hidden = self.runner.forward(weights, segments)

@@ -118,9 +118,30 @@ def test_a_busy_handler_ends_when_its_client_leaves():
         try:
             await asyncio.sleep(3600)  # a rollout: reads nothing from its socket
         finally:
+            await asyncio.sleep(0.05)
             ended.append("sandbox stopped")
 
     websocket(app)
+    assert ended == ["sandbox stopped"]
+
+
+def test_a_socket_that_fails_ends_its_handler():
+    ended = []
+
+    async def app(scope, receive, send):
+        try:
+            await receive()
+        finally:
+            ended.append("sandbox stopped")
+
+    async def receive():
+        raise RuntimeError("the socket is broken")
+
+    async def run():
+        with pytest.raises(RuntimeError, match="broken"):
+            await asyncio.wait_for(serving.EndAbandonedRollouts(app)({"type": "websocket"}, receive, None), 60)
+
+    asyncio.run(run())
     assert ended == ["sandbox stopped"]
 
 

@@ -90,15 +90,15 @@ def test_not_every_sync_needs_a_check():
 class Keeping(Engine):
     """Keeps prefixes: `drops` them at a sync or not, and takes `lost` convolutions for them or not."""
 
-    def __init__(self, model, drops=True, lost=False, tells=True):
+    def __init__(self, model, drops=True, lost=0, tells=True, keeps=True):
         super().__init__(model)
-        self.drops, self.lost, self.tells, self.known = drops, lost, tells, set()
+        self.drops, self.lost, self.tells, self.keeps, self.known = drops, lost, tells, keeps, {}
 
     def next_token(self, model: str, token_ids: list[int]) -> tuple[dict[str, float], int | None]:
-        kept = (len(token_ids) - 1) // 16 * 16 if tuple(token_ids) in self.known else 0
-        self.known.add(tuple(token_ids))
-        top = {"token_id:7": -0.2, "token_id:9": -3.0 if self.lost and kept else -2.0}
-        return top | ({"token_id:7": -2.0} if self.lost and kept else {}), kept if self.tells else None
+        kept = (len(token_ids) - 1) // 16 * 16 if self.keeps and tuple(token_ids) in self.known else 0
+        number = self.known.setdefault(tuple(token_ids), len(self.known))
+        top = {"token_id:7": -2.0 if kept and number < self.lost else -0.2, "token_id:9": -2.0}
+        return top, kept if self.tells else None
 
 
 def syncs(engine: Keeping, count: int) -> None:
@@ -114,17 +114,20 @@ def test_prefixes_that_are_dropped_at_each_sync_are_silent(capsys):
     assert capsys.readouterr().out == ""
     syncs(Keeping(small_model(), tells=False), 4)
     assert capsys.readouterr().out.count("--enable-prompt-tokens-details") == 1
+    syncs(Keeping(small_model(), keeps=False), 4)
+    assert capsys.readouterr().out.count("kept nothing of a prompt of 385 tokens") == 1
 
 
 def test_prefixes_of_earlier_weights_stop_the_run():
     syncs(Keeping(small_model(), drops=False), 1)
-    with pytest.raises(CanaryError, match="Sync 2: the engine still answers from 320 tokens.*PREFIX_CACHING=0"):
+    with pytest.raises(CanaryError, match="Sync 2: the engine still answers from 384 tokens.*PREFIX_CACHING=0"):
         syncs(Keeping(small_model(), drops=False), 2)
 
 
 def test_a_kept_prefix_that_gives_another_token_stops_the_run():
-    with pytest.raises(CanaryError, match=r"Sync 1: of 320 tokens that it keeps.*moves by 0.68 .*PREFIX_CACHING=0"):
-        syncs(Keeping(small_model(), lost=True), 1)
+    with pytest.raises(CanaryError, match=r"Sync 1: of 384 tokens that it keeps.*moves by 0.68 .*PREFIX_CACHING=0"):
+        syncs(Keeping(small_model(), lost=2), 1)
+    syncs(Keeping(small_model(), lost=1), 1)  # one prompt of three
 
 
 def test_policy_client_scores_what_the_engine_holds():

@@ -237,7 +237,7 @@ def lost() -> bool:
 def test_a_broadcast_that_nobody_takes_ends_with_a_message(monkeypatch, event, said):
     """NCCL has no timeout; CUDA reports the lost memory of the other process as a RuntimeError, or never answers."""
     left = []
-    transfer = NcclWeightTransfer("http://engine", 0.2, torch.device("cpu"))
+    transfer = NcclWeightTransfer("http://engine", 60 if event is lost else 0.2, torch.device("cpu"))
     transfer.flat, transfer.stream = torch.zeros(8, dtype=torch.uint8), None
     transfer.group = SimpleNamespace(destroy=lambda: left.append("the group"))
     transfer.sent = SimpleNamespace(record=lambda stream: None, query=event)
