@@ -25,7 +25,7 @@ STUCK_MOVE = 1e-3  # nats that the trainer must have moved meanwhile for that to
 # Tokens of the prompts that are asked for twice: one behind a border of blocks of 16 to 128 tokens, where convolutions
 # whose state is lost moved a probability of the tiny model by 0.8 in two of the three prompts. Rounding moved none by
 # 1e-4 (vLLM 0.26.0 on a CPU); where it is larger, most prompts are still within the tolerance.
-KEPT_LENGTH, KEPT_TOLERANCE, KEPT_PROMPTS, TOP = 385, 0.1, 3, 20
+KEPT_LENGTH, KEPT_TOLERANCE, KEPT_PROMPTS = 385, 0.1, 3
 TEXT = ("You are in a Linux shell. Read data.csv in the working directory: its header is name,city,amount,date and it "
         "has 1250 rows. Use awk -F, 'NR>1 {s+=$3} END {print s/(NR-1)}' data.csv or Python, find the mean amount of "
         "the rows whose city is Lisbon, round it to two decimals and write only that number to /workdir/answer.txt.")
@@ -63,11 +63,11 @@ def kept_prompt(token_ids: list[int], number: int = 0) -> list[int]:
     return [token_ids[(7 * i * i + 3 * i + number) % len(token_ids)] for i in range(KEPT_LENGTH)]
 
 
-def moved(one: dict[str, float], two: dict[str, float]) -> float:
+def largest_move(one: dict[str, float], two: dict[str, float]) -> float:
     """The largest difference of a probability between two lists of the likeliest tokens' log-probs. A token that is not
-    listed has at most the probability of the last one that is (an engine adds the sampled token to the TOP)."""
-    last = [sorted(listed.values())[-TOP:][0] for listed in (one, two)]
-    return max(abs(math.exp(one.get(token, last[0])) - math.exp(two.get(token, last[1]))) for token in one | two)
+    listed has at most the probability of the last one that is."""
+    least = min(one.values()), min(two.values())
+    return max(abs(math.exp(one.get(token, least[0])) - math.exp(two.get(token, least[1]))) for token in one | two)
 
 
 class Canary:
@@ -131,7 +131,9 @@ class Canary:
                     if kept == 0 else "does not tell what it took from its cache: what is left of earlier weights "
                     "there goes unnoticed. Serve it with --enable-prompt-tokens-details, as serve_policy.sh does."),
                     flush=True)
-            beyond += [change for change in [moved(anew, again)] if change > KEPT_TOLERANCE]
+            move = largest_move(anew, again)
+            if move > KEPT_TOLERANCE:
+                beyond.append(move)
             if not beyond:
                 return
         if len(beyond) > KEPT_PROMPTS // 2:  # one alone may be rounding

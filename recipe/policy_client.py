@@ -7,6 +7,8 @@ from typing import Any
 
 import requests
 
+LIKELIEST = 20  # vLLM's own limit
+
 
 class PolicyError(RuntimeError):
     """The policy server refused or did not answer; the message holds its own words."""
@@ -48,13 +50,14 @@ class PolicyClient:
     def unload_adapter(self, name: str) -> None:
         self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    def next_token(self, model: str, token_ids: list[int]) -> tuple[dict[str, float], int | None]:
-        """({token: log-prob} of the likeliest next tokens at T=1, tokens of the prompt that were taken from the
-        server's cache: None where it does not tell)."""
-        body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 20}
-        answer = self._request("POST", "/v1/completions", body).json()
+    def next_token(self, model: str, token_ids: list[int], anew: bool = False) -> tuple[dict[str, float], int | None]:
+        """({token: log-prob} of the LIKELIEST next tokens at T=1, tokens of the prompt taken from the server's
+        cache: None where it does not tell). `anew` takes none: where log-probs are asked for, all is computed."""
+        body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "logprobs": LIKELIEST}
+        answer = self._request("POST", "/v1/completions", body | ({"prompt_logprobs": 0} if anew else {})).json()
         told = answer["usage"].get("prompt_tokens_details")
-        return answer["choices"][0]["logprobs"]["top_logprobs"][0], told and told.get("cached_tokens")
+        listed = answer["choices"][0]["logprobs"]["top_logprobs"][0]  # and the sampled token
+        return dict(sorted(listed.items(), key=lambda entry: -entry[1])[:LIKELIEST]), told and told.get("cached_tokens")
 
     def prompt_logprobs(self, model: str, token_ids: list[int]) -> list[float]:
         """Log-probabilities (nats, T=1) of token_ids[1:], each given those before it."""

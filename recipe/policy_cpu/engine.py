@@ -64,7 +64,7 @@ class Completion:
     @property
     def prefilling(self) -> bool:
         """More is to be computed than the token that was drawn last: the prompt, or all once more after a pause."""
-        return self.state is None or self.state.length < len(self.prompt) + max(len(self.tokens) - 1, 0)
+        return self.state is not None and self.state.length < len(self.prompt) + max(len(self.tokens) - 1, 0)
 
 
 class Engine:
@@ -187,12 +187,12 @@ class Engine:
             self._pausing.clear()
 
     def _step(self) -> None:
-        if not any(c.state and c.prefilling for c in self.running):
+        if not any(c.prefilling for c in self.running):
             if frozen := next((c for c in self.running if c.state is None), None):
                 self._begin(frozen)
             elif self.paused is None and self.waiting and len(self.running) < self.max_running:
                 self._start(self.waiting.popleft())
-        computing = [c for c in self.running if c.state]
+        computing = [c for c in self.running if c.state is not None]
         for weights in {id(c.policy.weights): c.policy.weights for c in computing}.values():
             group = [c for c in computing if c.policy.weights is weights]
             group.sort(key=lambda c: c.prefilling)  # those that decode, one token each, come first

@@ -57,8 +57,7 @@ class Servers:
         self.started[name] = Server(what.model, free_port(), LOGS / f"{name}.log", what.mode, **{
             "GPUS": str(what.gpus), "POLICY_GPU": seen[what.gpus - 1], "MAX_MODEL_LEN": "4096",
             "MAX_OUTPUT_TOKENS": "256", "GPU_MEMORY_UTILIZATION": "0.15", "PREFIX_CACHING": str(int(what.caching)),
-            "VLLM_FLAGS": CACHE,
-            "VLLM_CACHE_ROOT": str(LOGS / f"cache-{name}")})
+            "VLLM_FLAGS": CACHE, "VLLM_CACHE_ROOT": str(LOGS / f"cache-{name}")})
         # Ends the tests as Ctrl-C does, with their summary, and takes the servers along.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -17,6 +17,7 @@ import requests
 
 from bench.model import TINY
 from bench.weight_sync import load_policy, nudge, ours
+from recipe.policy_client import PolicyClient
 from recipe.weight_sync import transfer_of
 
 BORDER = 128  # a multiple of every block size that vLLM chose so far, in tokens
@@ -28,12 +29,10 @@ def some_ids(count: int, seed: int) -> list[int]:
     return [rng.randrange(20, 1600) for _ in range(count)]
 
 
-def ask(server: Any, ids: list[int], **fields: Any) -> tuple[dict[str, float], int]:
-    """(probabilities of the 20 likeliest tokens after `ids`, number of tokens whose computation was kept)"""
-    body = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "logprobs": 20} | fields
-    answer = requests.post(server.url + "/v1/completions", json=body, timeout=120).json()
-    found = {token: math.exp(value) for token, value in answer["choices"][0]["logprobs"]["top_logprobs"][0].items()}
-    return found, (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+def ask(server: Any, ids: list[int], anew: bool = False) -> tuple[dict[str, float], int]:
+    """(probabilities of the likeliest tokens after `ids`, number of tokens whose computation was kept)"""
+    found, kept = PolicyClient(server.url).next_token(server.model, ids, anew)
+    return {token: math.exp(value) for token, value in found.items()}, kept or 0
 
 
 def apart(one: dict[str, float], two: dict[str, float]) -> float:
@@ -45,7 +44,7 @@ def apart(one: dict[str, float], two: dict[str, float]) -> float:
 
 def against_whole(server: Any, ids: list[int]) -> tuple[float, int]:
     found, kept = ask(server, ids)
-    whole, none = ask(server, ids, prompt_logprobs=0)
+    whole, none = ask(server, ids, anew=True)
     assert none == 0
     return apart(found, whole), kept
 
