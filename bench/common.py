@@ -128,6 +128,11 @@ def card_limits() -> dict[str, float]:
     return {"copy_bytes_per_s": copy, "bf16_flops": rate}
 
 
+def end_on_sigterm() -> None:
+    """From here on SIGTERM raises SystemExit(EXIT_TERMINATED): what was measured can be kept, servers are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+
+
 class Server:
     """`with Server(model, GPUS="1", …) as server:` a policy server of serve_policy.sh that is healthy at server.url."""
 
@@ -138,8 +143,7 @@ class Server:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.file = log.open("wb")
         self.started = time.monotonic()
-        # a time limit that ends the benchmark must not leave the server on the card
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+        end_on_sigterm()  # a time limit that ends the benchmark must not leave the server on the card
         self.process = subprocess.Popen(["bash", "serve_policy.sh", "--mode", mode], cwd=REPO, env=environ,
                                         stdout=self.file, stderr=subprocess.STDOUT, start_new_session=True)
 

@@ -17,6 +17,8 @@ FLOPs are counted here, in multiplications and additions (2 a weight and token):
 
 --adapter-input plain hands the adapter its bf16 input as it is. PEFT makes an fp32 copy of it first (`cast`), which
 autocast makes bf16 again: the same numbers, and two more passes over every activation that an adapter reads.
+
+At a SIGTERM the cases that were measured are reported, and the exit code is 143.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.common import card_limits, parser, report, require_gpu, spread
+from bench.common import card_limits, end_on_sigterm, parser, report, require_gpu, spread
 from bench.model import make_model
 from recipe.config import Settings
+from recipe.exits import EXIT_TERMINATED
 
 TRAINED = 0.4  # share of the tokens that the policy sampled
 
@@ -138,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from recipe.attention import unavailable
 
+    end_on_sigterm()
     torch.manual_seed(0)
     make_model(args.model)
     limits = card_limits()
@@ -145,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     # unequal, as rollouts are: 0.6 to 1.4 of the mean
     spreaded = torch.linspace(0.6, 1.4, args.rollouts) if args.rollouts > 1 else torch.ones(1)
     lengths = [int(args.tokens * factor) for factor in spreaded.tolist()]
-    rows, skipped = [], {}
+    rows, skipped, code = [], {}, 0
     cases = [(backend, kind, isolation, source, compiled, checkpointing)
              for backend in args.backends.split(",") for kind in args.rows.split(",")
              for isolation in args.isolation.split(",") if kind == "packed" or isolation == "on"
@@ -176,6 +180,9 @@ def main(argv: list[str] | None = None) -> int:
             print(name, rows[-1], flush=True)
             if args.profile:
                 profile(model, rows_of(lengths, kind == "packed", model.config.vocab_size), args.profile, name)
+        except SystemExit as err:
+            skipped[name], code = "ended by a signal, as the cases after it", int(err.code or EXIT_TERMINATED)
+            break
         except Exception as err:  # noqa: BLE001 - one backend must not hide the others
             skipped[name] = f"{type(err).__name__}: {err}"[:300]
         model = None
@@ -185,7 +192,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nothing ran: {skipped}", file=sys.stderr)
         return 1
     report("train_step", args, rows, limits=limits, lengths=lengths, not_run=skipped)
-    return 0
+    return code
 
 
 def profile(model: Any, rows: list[dict[str, Any]], path: Path, name: str) -> None:
