@@ -301,8 +301,8 @@ class Settings:
                 errors.append(f"{f.metadata['env']}={raw or default!r}: {problem}.")
         if not errors and values["engine"] == "auto":
             values["engine"] = "vllm" if vllm_runs_here(environ) else "cpu"
-            if values["engine"] == "vllm" and not environ.get("DTYPE"):
-                values["dtype"] = "bfloat16"  # vLLM 0.26 does not start this model in float32
+        if not errors and values["engine"] == "vllm" and not environ.get("DTYPE"):
+            values["dtype"] = "bfloat16"  # float32 is the CPU engine's
         if not errors:
             errors = _check_together(cls(**values))
         if errors:

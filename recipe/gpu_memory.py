@@ -2,6 +2,8 @@
 
     python3 -m recipe.gpu_memory       prints the plan; exit code 64 says what does not fit and which setting to change
 
+An ATTENTION that does not run here ends it likewise: the trainer would say so when the servers are up.
+
 Trainer, in bytes (P: parameters of the base, A: of the adapter, T: tokens of the longest row, L layers of width H whose
 MLP has width M):
     weights      P · 2 or 4 (DTYPE; 4 with LORA=0)
@@ -159,6 +161,10 @@ def main(argv: list[str] | None = None) -> int:
     Parser(__doc__).parse_args(argv)
     try:
         settings = Settings.load()
+        if settings.attention != "auto":
+            from recipe import attention
+
+            attention.choose(settings.attention, settings.dtype)
         found = cards()
         if settings.engine != "vllm" or not found:
             print("no vLLM on a GPU here: nothing to check")
@@ -172,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"rows of up to {kept_tokens(settings, shape, min(found)):,} tokens are trained without gradient "
               "checkpointing")
     except SettingsError as err:
-        print(f"It does not fit, nothing was started:\n{err}", file=sys.stderr)
+        print(f"Nothing was started:\n{err}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 

@@ -86,6 +86,15 @@ def test_right_values_are_taken(environ):
     assert {name: settings[name] for name in environ} == environ
 
 
+@pytest.mark.parametrize("environ, there, dtype", [
+    ({}, False, "float32"), ({}, True, "bfloat16"), ({"ENGINE": "vllm"}, False, "bfloat16"),
+    ({"ENGINE": "vllm", "DTYPE": "float32"}, True, "float32"), ({"DTYPE": "float32"}, True, "float32")])
+def test_local_runs_on_vllm_are_in_bfloat16_as_jobs_are(monkeypatch, environ, there, dtype):
+    monkeypatch.setattr("recipe.config.vllm_runs_here", lambda _: there)
+    settings = Settings.load(environ, preset="local")
+    assert settings.dtype == dtype and Settings.load(settings.environ()) == settings
+
+
 SLIPS = {"MAX_STEP": "MAX_STEPS", "LEARNINGRATE": "LEARNING_RATE", "N_TASK": "N_TASKS", "TOPP": "TOP_P", "GPU": "GPUS",
          "POLICY_GPUS": "POLICY_GPU", "ADAPTER_REPOS": "ADAPTER_REPO", "OPENCODE_VERION": "OPENCODE_VERSION",
          "max_steps": "MAX_STEPS"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recipe import gpu_memory
 from recipe.config import Settings, SettingsError
 from recipe.gpu_memory import GIB, Shape, kept_tokens, plans, shape_of
 
@@ -62,6 +63,14 @@ def test_all_weights_of_the_second_recipe_need_16_bytes_each_and_fit_on_two_h200
 def test_what_does_not_fit_is_named_with_the_setting(settings, said):
     with pytest.raises(SettingsError, match=said):
         plans(Settings.load(settings), LFM, H200)
+
+
+def test_attention_that_does_not_run_here_is_told_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, value in {"PRESET": "local", "ATTENTION": "varlen"}.items():
+        monkeypatch.setenv(name, value)
+    assert gpu_memory.main([]) == 64
+    assert "ATTENTION=varlen: there is no GPU. Set ATTENTION=auto" in capsys.readouterr().err
 
 
 def test_shape_comes_from_the_config():
