@@ -28,7 +28,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipe import sandbox_costs, sandbox_keys
+from recipe import json_lines, sandbox_costs, sandbox_keys
 from recipe.checks import almost
 from recipe.config import REPO, Settings, SettingsError
 from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser
@@ -137,10 +137,10 @@ class Job:
 def seconds_of(run: Path) -> tuple[float, float]:
     """Seconds a step of a run of one's own: median, and the 90th percentile. Raises SettingsError."""
     try:
-        steps = sorted(json.loads(line)["seconds"] for line in (run / "metrics.jsonl").read_text().splitlines())
+        steps = sorted(step["seconds"] for step in json_lines.read(run / "metrics.jsonl"))
         return steps[len(steps) // 2], steps[len(steps) * 9 // 10]
-    except (OSError, ValueError, KeyError, IndexError) as err:
-        raise SettingsError(f"--from-run {run}: its metrics.jsonl has no steps ({err}): name the folder of a run that "
+    except (OSError, KeyError, IndexError):
+        raise SettingsError(f"--from-run {run}: its metrics.jsonl has no steps: name the folder of a run that "
                             "was trained on the machine of this job.") from None
 
 

@@ -70,7 +70,6 @@ else
   beat train-setup
   FOLLOW='^step |^resum|^checkpoint|WARN' \
     run_step train env "${TRAINER_ENV[@]}" "$TRAINER_PYTHON" "${TRAIN_SCRIPT:-train_lora.py}"
-  printf '%s\n' "$MAX_STEPS" >"$trained"
   # Training left merged weights in the engine: base cells need the base, so it starts anew.
   step policy "stopping the policy server that holds trained weights"
   stop_process policy

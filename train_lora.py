@@ -16,6 +16,7 @@ Reads   the tasks that the env server serves (split `train`), in the order of $R
 Writes  $RUN_DIR/checkpoints/checkpoint-N   adapter, optimizer and position in the tasks, every SAVE_STEPS steps
         $RUN_DIR/adapter                    the final adapter, as PEFT and vLLM load it
         $RUN_DIR/model                      with LORA=0 instead of it: the final model, in DTYPE
+        $RUN_DIR/trained                    MAX_STEPS, when that is whole: run_job.sh goes on with the evaluation
         $RUN_DIR/metrics.jsonl              one JSON object a step; train_summary.json at the end
         $RUN_DIR/rollouts.jsonl             one JSON object a rollout: group, trial, reward, why it is ungraded
         $RUN_DIR/trackio, heartbeat.json    dashboard data (`trackio show`), sign of life for the watchdog
@@ -38,7 +39,7 @@ from recipe import checkpoints, disk, hub, resume_command, rollout_log
 from recipe.config import Settings, SettingsError
 from recipe.exits import EXIT_TERMINATED, EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 from recipe.hub import CheckpointPusher
-from recipe.resume import adopt, all_steps, open_checkpoints
+from recipe.resume import adopt, all_steps, mark_trained, open_checkpoints
 
 HEALTH_LIMIT = 300.0  # seconds without a tick of the rollout worker's loop
 
@@ -231,6 +232,7 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     checkpoint, pusher = open_checkpoints(settings, resume)
     if checkpoint and (done := all_steps(checkpoint, settings)):
         adopt(checkpoint, settings.final_path)
+        mark_trained(settings)
         print(f"{done}. It is the final {settings.final_path.name}", flush=True)
         return 0
     gpu = torch.cuda.is_available()
@@ -247,13 +249,14 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
     print(f"resuming from {checkpoint}" if checkpoint else "starting from the base model", flush=True)
     try:
         run_to_end(settings, trainer, metrics, stop, checkpoint, pusher)
+        if trainer.state.global_step < settings.max_steps:
+            print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
+                  f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
+            return EXIT_TERMINATED
+        final = save(settings, trainer.model, tokenizer)  # a SIGTERM that comes now lets it end
+        mark_trained(settings)
     finally:
         stop.uninstall()
-    if trainer.state.global_step < settings.max_steps:
-        print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
-              f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
-        return EXIT_TERMINATED
-    final = save(settings, trainer.model, tokenizer)
     print(f"{final.name} saved to {final}", flush=True)
     return 0
 

@@ -15,7 +15,6 @@ Prices: h200 $5 an hour, h200x2 $10 (https://huggingface.co/docs/hub/jobs-pricin
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import parser, report
+from recipe import json_lines
 from recipe.config import REPO
 
 PRICES = {1: 5.0, 2: 10.0}  # dollars an hour by GPUs
@@ -91,7 +91,7 @@ def weights_by(run: Path) -> str | None:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json_lines.read(run / "metrics.jsonl")
 
 
 def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         watch = Watch()
         code = run_job(args.run, run, args.gpus)
         watch.ended.set()
-    steps = read_steps(run) if (run / "metrics.jsonl").exists() else []
+    steps = read_steps(run)
     if not steps:
         print(f"no step was trained in {run} (the command ended with {code})", file=sys.stderr)
         return 1

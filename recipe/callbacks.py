@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -16,7 +15,7 @@ from transformers.integrations import TrackioCallback
 from trl.experimental.async_grpo.async_grpo_trainer import log_rollout_traces
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from recipe import sandbox_costs, watchdog
+from recipe import json_lines, sandbox_costs, watchdog
 from recipe.group_trainer import GroupGRPOTrainer
 from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
 from recipe.redact import Redactor, stored_token
@@ -134,8 +133,7 @@ class MetricsCallback(TrainerCallback):
         alarm = self.ratio_alarm.feed(record["fresh_ratio_mean"])
         notes = self.oversize.feed(self.trainer.group_health) + ([alarm] if alarm else [])
         record |= {"oversize_rows": self.oversize.oversize, "notes": notes}
-        with self.path.open("a") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        json_lines.append(self.path, record)
         print(line(record), *notes, sep="\n", flush=True)
         if alarm and self.ratio_stop:
             raise RatioOutside(alarm)

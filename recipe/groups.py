@@ -23,7 +23,7 @@ from recipe.health import RowHealth, has_contrast
 from recipe.rollout_worker import DRIFT, ROW
 from recipe.sync_log import SyncLog
 
-POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty
+POLL = 1.0  # seconds between two looks at the worker's health while the queue is empty; else one for each group
 MAX_UNGRADED_GROUPS = 10  # in a row; more means that rollouts do not run at all
 MAX_FLAT_GROUPS = 100  # in a row; more means that these tasks teach this policy nothing
 
@@ -88,6 +88,7 @@ class GroupStream(IterableDataset):
 
     def _next_group(self) -> list[RolloutSample]:
         """All rows of the next group: the worker queues them one after the other and says how many they are."""
+        self.check_health()  # rows that still lie in the queue must not hide that no more will come
         group = [self._next_row()]
         while len(group) < group[0].metrics[ROW + "rows"]:
             row = self._next_row()

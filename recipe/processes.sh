@@ -38,7 +38,8 @@ start_process() {
 # list_processes: RUN_DIR/processes, by which the watchdog ends them should this script be killed.
 list_processes() {
   local name
-  for name in "${JOB_RUNNING[@]}"; do printf '%s %s\n' "${JOB_PID[$name]}" "$name"; done >"$RUN_DIR/processes"
+  for name in "${JOB_RUNNING[@]}"; do printf '%s %s\n' "${JOB_PID[$name]}" "$name"; done >"$RUN_DIR/.processes"
+  mv -f "$RUN_DIR/.processes" "$RUN_DIR/processes" # a kill in between leaves the list of before
 }
 
 is_alive() { kill -0 "${JOB_PID[$1]}" 2>/dev/null; }

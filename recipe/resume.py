@@ -77,6 +77,11 @@ def adopt(checkpoint: Path, final: Path) -> None:
             shutil.copyfile(path, final / path.name)
 
 
+def mark_trained(settings: Settings) -> None:
+    """The final adapter or model is whole: run_job.sh trains no more and goes on with the evaluation."""
+    write_atomic(settings.run_path / "trained", f"{settings.max_steps}\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     Parser(__doc__).parse_args(argv)
     try:
@@ -93,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USAGE if err.refused else EXIT_UNAVAILABLE
     if checkpoint and (done := all_steps(checkpoint, settings)):
         adopt(checkpoint, settings.final_path)
-        write_atomic(settings.run_path / "trained", f"{settings.max_steps}\n")  # run_job.sh goes on with the evaluation
+        mark_trained(settings)
         print(f"{done}. It is the final {settings.final_path.name}", flush=True)
     elif checkpoint:
         print(f"the training goes on from {checkpoint.name}", flush=True)

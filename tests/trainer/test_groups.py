@@ -97,14 +97,17 @@ def test_rows_of_two_groups_mixed_are_an_error():
         next(iter(stream([sample(0, 2), sample(1, 1)])))
 
 
-def test_health_is_checked_while_waiting(monkeypatch):
+def test_health_is_checked_for_each_group_and_while_waiting(monkeypatch):
     monkeypatch.setattr("recipe.groups.POLL", 0.01)
 
     def dead():
         raise RuntimeError("the worker is gone")
 
     with pytest.raises(RuntimeError, match="the worker is gone"):
-        next(iter(stream([sample(0, 2)], check=dead)))
+        next(iter(stream([sample(0, 1)], check=dead)))  # also where a group lies ready
+    looks = iter([lambda: None, dead])
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        next(iter(stream([sample(0, 2)], check=lambda: next(looks)())))
 
 
 def test_packing_drops_nothing():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from recipe import callbacks
+from recipe import callbacks, json_lines
 from recipe.callbacks import MetricsCallback
 from recipe.health import (
     RATIO_STEPS,
@@ -105,6 +104,7 @@ def test_conversations_reach_trackio_without_secrets(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_alarms_reach_console_and_metrics(tmp_path, capsys, stop):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rewa')  # torn by a kill
     metrics = MetricsCallback(tmp_path / "metrics.jsonl", token_budget=40, ratio_stop=stop)
     metrics.trainer = SimpleNamespace(group_health=[row(ratio=1.01), row(1, ratio=1.01, reward=0.0)],
                                       _rollout_dataset=SimpleNamespace(skipped={"no contrast": 2}))
@@ -115,7 +115,7 @@ def test_alarms_reach_console_and_metrics(tmp_path, capsys, stop):
                 metrics.on_log(None, state, None, logs={"loss": 0.1})
         else:
             metrics.on_log(None, state, None, logs={"loss": 0.1})
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = json_lines.read(tmp_path / "metrics.jsonl")
     assert len(steps) == RATIO_STEPS, "the step that stops the run is recorded"
     assert [any("RATIO ALARM" in note for note in s["notes"]) for s in steps] == [False, False, True]
     assert steps[-1]["oversize_rows"] == 6 and steps[0]["notes"][-1].startswith("OVERSIZE ALARM: 2 of 2")

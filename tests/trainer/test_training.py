@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -215,9 +216,19 @@ def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_pat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPO / "tests/trainer"), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(speed.compile_layers, "__defaults__", ("aot_eager",))
     settings = dataclasses.replace(local_settings(tmp_path, save_steps=0), dtype="bfloat16", compile="on", max_steps=2)
+    save, came = train_lora.save, []
+    former = signal.signal(signal.SIGTERM, lambda *_: came.append("it would have ended the process"))
+
+    def save_meanwhile(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*args)
+
+    monkeypatch.setattr(train_lora, "save", save_meanwhile)
     with SmallEngine(small_model()) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
         assert train_lora.train(settings, "never", SmallSessions(engine.url, 4, {}, tmp_path / "sessions")) == 0
+    signal.signal(signal.SIGTERM, former)
+    assert not came and (tmp_path / "trained").read_text() == "2\n", "all steps are trained: a SIGTERM loses none"
     assert "layers that are compiled: 4" in capsys.readouterr().out
     steps = steps_of(tmp_path)
     assert len(steps) == 2 and all(s["trl"]["sync/canary_gap"] < 0.15 for s in steps)
