@@ -103,19 +103,20 @@ def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, 
             f"The run is stopped; checkpoints and finished evaluation cells are kept. Resume with:\n  {resume}")
 
 
-def alive(pid: int) -> bool:
-    """Whether process `pid` runs; one that ended but was not yet waited for by its parent does not."""
+def session_of(process: Path) -> int | None:
+    """Session id of a living process by its folder in /proc; None of one that ended, waited for or not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        state, _, _, sid = (process / "stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
-        return False
+        return None
+    return None if state in "ZX" else int(sid)
 
 
 def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float) -> int:
     """Watches until process `pid` is gone (0) or its run stalls (EXIT_STALLED, after SIGTERM to `pid`)."""
     started = time.time()
     print(f"watching process {pid}; limit in training {settings.stall_limit} s", flush=True)
-    while alive(pid):
+    while session_of(Path(f"/proc/{pid}")) is not None:
         heartbeat = read(run_dir / HEARTBEAT) or {"phase": "setup", "time": started}
         # A beat from before the start may be that of an interrupted run: its phase counts, its age does not.
         heartbeat["time"] = max(heartbeat["time"], started)
@@ -151,13 +152,8 @@ def end_orphans(listing: Path, grace: float = 10.0) -> list[str]:
 
 def session_members(sids: Container[int]) -> list[tuple[int, int]]:
     """(pid, session id) of living processes whose session is one of `sids`."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            state, _, _, sid = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(sid) in sids and state not in "ZX":
-                members.append((int(stat.parent.name), int(sid)))
-    return members
+    found = ((int(process.name), session_of(process)) for process in Path("/proc").glob("[0-9]*"))
+    return [(pid, sid) for pid, sid in found if sid is not None and sid in sids]
 
 
 def main(argv: list[str] | None = None) -> int:
