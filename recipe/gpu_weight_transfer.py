@@ -19,11 +19,14 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
+import requests
 import torch
 
 from recipe import flat_weights
 from recipe.vllm_weights import gpu_uuid, receive, share
 from recipe.weight_sync import HttpPhases, Stream, WeightSyncError
+
+LOOK = 1.0  # seconds of a broadcast, which takes 15 ms, between two looks at whether its receiver lives
 
 
 def flat_transfer(server_url: str, stock: bool, timeout: float) -> FlatWeightTransfer | None:
@@ -172,15 +175,31 @@ class NcclWeightTransfer(FlatWeightTransfer):
         try:
             receive(self.group, self.flat, self.stream)
             self.sent.record(self.stream)
-            while time.monotonic() < deadline:  # NCCL itself has no timeout
+            look = time.monotonic() + LOOK
+            while time.monotonic() < deadline:  # NCCL has no timeout and does not see that the receiver is gone
                 if self.sent.query():
                     return
+                if time.monotonic() > look:
+                    if dead := self._death():
+                        problem = f"the weights were not received by the policy server at {self.server_url}: {dead}"
+                        break
+                    look = time.monotonic() + LOOK
                 time.sleep(0.0005)
         except RuntimeError as err:  # NCCL's or CUDA's: the other process is gone, and its memory
             problem = f"the broadcast of the weights to the policy server at {self.server_url} failed: {err}"
         with contextlib.suppress(RuntimeError):
             self.destroy()
         raise WeightSyncError(f"{problem}. See logs/policy.log.")
+
+    def _death(self) -> str | None:
+        """Why the server cannot be receiving; None where it answers, or may be too busy to."""
+        try:
+            answer = requests.get(self.server_url + "/health", timeout=LOOK)
+        except requests.Timeout:
+            return None
+        except requests.RequestException as err:
+            return f"it is gone ({err})"
+        return None if answer.status_code < 500 else f"it answers {answer.status_code} to GET /health"
 
     def destroy(self) -> None:
         group, self.group = self.group, None

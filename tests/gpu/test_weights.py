@@ -88,7 +88,7 @@ def test_nccl_is_exact_and_a_killed_engine_ends_it(server, servers):
 
 @pytest.mark.policy("large-nccl")
 def test_an_engine_that_dies_inside_a_broadcast_ends_the_sync(server, servers, large_model, monkeypatch):
-    """5 GB do not fit into NCCL's own buffers, so the sender waits for a receiver that is gone."""
+    """5 GB do not fit into NCCL's own buffers, so the sender waits for a receiver that is gone, and looks for it."""
     model = load_policy(large_model)
     transfer = flat_transfer(server.url, False, 20)
     transfer.init_weight_transfer()
@@ -103,10 +103,10 @@ def test_an_engine_that_dies_inside_a_broadcast_ends_the_sync(server, servers, l
 
     monkeypatch.setattr(transfer, "_worker", call)
     began = time.monotonic()
-    with pytest.raises(WeightSyncError, match="not received within 20 s|broadcast of the weights .* failed") as raised:
+    with pytest.raises(WeightSyncError, match="not received by .* gone|broadcast of the weights .* failed") as raised:
         ours(model, transfer)
     print(f"ended after {time.monotonic() - began:.1f} s: {raised.value}")
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.policy("tiny-eval")

@@ -134,7 +134,10 @@ class Route(BaseHTTPRequestHandler):
     """/collective_rpc as vLLM has it, /pause, /resume and /health."""
 
     def do_GET(self):
-        self._answer({})
+        self.server.looks += 1
+        if self.server.hangs == "/health":
+            self.server.release.wait(60)
+        self._answer({}, self.server.health)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
@@ -146,9 +149,9 @@ class Route(BaseHTTPRequestHandler):
             return self._answer({"status": "ok"})
         self._answer({"results": [getattr(self.server.worker, body["method"])(*body["args"])]})
 
-    def _answer(self, body):
+    def _answer(self, body, status=200):
         payload = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)
@@ -161,6 +164,7 @@ class Route(BaseHTTPRequestHandler):
 def policy():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Route)
     server.calls, server.hangs, server.release = [], "", threading.Event()
+    server.looks, server.health = 0, 200
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -236,13 +240,40 @@ def lost() -> bool:
 ])
 def test_a_broadcast_that_nobody_takes_ends_with_a_message(monkeypatch, event, said):
     """NCCL has no timeout; CUDA reports the lost memory of the other process as a RuntimeError, or never answers."""
+    with pytest.raises(WeightSyncError, match=said):
+        broadcasting("http://engine", 60 if event is lost else 0.2, monkeypatch, event)()
+
+
+def broadcasting(url, timeout, monkeypatch, event=lambda: False):
+    """Sends what nobody takes."""
     left = []
-    transfer = NcclWeightTransfer("http://engine", 60 if event is lost else 0.2, torch.device("cpu"))
+    transfer = NcclWeightTransfer(url, timeout, torch.device("cpu"))
     transfer.flat, transfer.stream = torch.zeros(8, dtype=torch.uint8), None
     transfer.group = SimpleNamespace(destroy=lambda: left.append("the group"))
     transfer.sent = SimpleNamespace(record=lambda stream: None, query=event)
     monkeypatch.setattr(transfer, "_worker", lambda method: {})
     monkeypatch.setattr(gpu_weight_transfer, "receive", lambda *_: None)
-    with pytest.raises(WeightSyncError, match=said):
-        transfer._send()
-    assert left == ["the group"], "what nobody takes would hold the process at its end"
+
+    def send():
+        try:
+            transfer._send()
+        finally:
+            assert left == ["the group"], "what nobody takes would hold the process at its end"
+
+    return send
+
+
+def test_a_broadcast_whose_receiver_is_gone_does_not_wait_for_the_time_limit(policy, monkeypatch):
+    monkeypatch.setattr(gpu_weight_transfer, "LOOK", 0.05)
+    url = f"http://127.0.0.1:{policy.server_port}"
+    with pytest.raises(WeightSyncError, match="not received within 0.5 s .* it died or hangs"):
+        broadcasting(url, 0.5, monkeypatch)()
+    assert policy.looks > 1, "a server that answers may be receiving"
+    policy.hangs = "/health"
+    with pytest.raises(WeightSyncError, match="not received within 0.5 s"):
+        broadcasting(url, 0.5, monkeypatch)()
+    policy.hangs, policy.health = "", 503  # vLLM's when its engine is dead
+    with pytest.raises(WeightSyncError, match="not received by .*: it answers 503 to GET /health"):
+        broadcasting(url, 3600, monkeypatch)()
+    with pytest.raises(WeightSyncError, match="not received by .*: it is gone"):
+        broadcasting("http://127.0.0.1:9", 3600, monkeypatch)()
