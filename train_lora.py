@@ -150,7 +150,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
 
     def while_waiting() -> None:
         if stop.requested:  # saved first: to end the rollouts under way takes seconds that nobody may grant
-            save_between_steps(trainer)
+            trainer.save_between_steps()
             raise StopRequested
 
     sync_canary = canary.Canary(PolicyClient(settings.policy_url), settings.model, tokenizer(canary.TEXT).input_ids,
@@ -187,14 +187,6 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         print(f"gradient checkpointing: rows of more than {kept:,} tokens", flush=True)
     metrics.trainer = trainer
     return trainer, metrics, stop
-
-
-def save_between_steps(trainer) -> None:
-    """A checkpoint of the last step, unless there is one: that may be on its way to the Hub."""
-    last = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
-    if checkpoints.damage(last) is not None:
-        trainer._save_checkpoint(trainer.model, trial=None)
-        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
 
 def run_to_end(settings: Settings, trainer, metrics, stop, checkpoint: Path | None, pusher: CheckpointPusher | None):
@@ -253,8 +245,11 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
             print(f"Stopped at step {trainer.state.global_step} of {settings.max_steps}; checkpoints are in "
                   f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
             return EXIT_TERMINATED
-        final = save(settings, trainer.model, tokenizer)  # a SIGTERM that comes now lets it end
-        mark_trained(settings)
+        # a SIGTERM that comes now lets it end, and the job gives it time
+        with hub.pushing(settings.run_path, f"The final {settings.final_path.name} was not saved whole. The same command "
+                         "trains on after the newest checkpoint, or anew where there is none."):
+            final = save(settings, trainer.model, tokenizer)
+            mark_trained(settings)
     finally:
         stop.uninstall()
     print(f"{final.name} saved to {final}", flush=True)

@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.empty_cache()
     if not rows:
         print(f"nothing ran: {skipped}", file=sys.stderr)
-        return 1
+        return code or 1
     report("train_step", args, rows, limits=limits, lengths=lengths, not_run=skipped)
     return code
 

@@ -26,7 +26,7 @@ ETA_WINDOW = 20  # steps whose mean duration gives the time left
 
 
 class StopRequested(Exception):
-    """SIGTERM arrived while the trainer waited for rollouts; no gradient is half applied."""
+    """SIGTERM arrived between two steps; no gradient is half applied."""
 
 
 class HeartbeatCallback(TrainerCallback):

@@ -301,13 +301,19 @@ class Settings:
                 errors.append(f"{f.metadata['env']}={raw or default!r}: {problem}.")
         if not errors and values["engine"] == "auto":
             values["engine"] = "vllm" if vllm_runs_here(environ) else "cpu"
-        if not errors and values["engine"] == "vllm" and not environ.get("DTYPE"):
-            values["dtype"] = "bfloat16"  # float32 is the CPU engine's
+        if not errors and not environ.get("DTYPE"):
+            values["dtype"] = cls.usual_dtype(preset, recipe, values["engine"])
         if not errors:
             errors = _check_together(cls(**values))
         if errors:
             raise SettingsError("\n".join(errors))
         return cls(**values)
+
+    @classmethod
+    def usual_dtype(cls, preset: str, recipe: str, engine: str) -> str:
+        """Where DTYPE is not set: on vLLM a local run has that of a job."""
+        (dtype,) = (f for f in dataclasses.fields(cls) if f.name == "dtype")
+        return preset_value(dtype, "job" if engine == "vllm" else preset, recipe)
 
     def environ(self) -> dict[str, str]:
         """The settings as environment variables: `Settings.load(settings.environ()) == settings`."""

@@ -28,7 +28,7 @@ import sys
 from dataclasses import dataclass
 
 from recipe.config import Settings, SettingsError
-from recipe.exits import EXIT_USAGE, Parser
+from recipe.exits import EXIT_UNAVAILABLE, EXIT_USAGE, Parser, missing_package
 
 GIB = 2**30
 RESERVE = 4 * GIB
@@ -180,6 +180,9 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as err:
         print(f"Nothing was started:\n{err}", file=sys.stderr)
         return EXIT_USAGE
+    except ModuleNotFoundError as err:
+        print(missing_package(err), file=sys.stderr)
+        return EXIT_UNAVAILABLE
     return 0
 
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer, DataCollatorForRollout
 
-from recipe import speed, task_cursor
+from recipe import checkpoints, speed, task_cursor
 from recipe.canary import Canary
 from recipe.gpu_weight_transfer import FlatWeightTransfer
 from recipe.groups import GroupCollator, GroupStream, measure_policy
@@ -67,7 +68,8 @@ class KeepOutputs:
 class GroupGRPOTrainer(ExactCursor):
     """See the module's docstring. One process.
 
-    `on_skip(reason)` is called for each group that is not trained, `while_waiting()` every second without rollouts;
+    `on_skip(reason)` is called for each group that is not trained, `while_waiting()` before each group and every second
+    without rollouts; the end of the rollout worker saves what was trained by then.
     `canary` checks each sync; `zero_contrast` says what becomes of groups without contrast; several sequences share a
     row only within `row_tokens`; where gradient checkpointing is on, rows of up to `kept_tokens` do without.
     """
@@ -88,7 +90,12 @@ class GroupGRPOTrainer(ExactCursor):
     def get_train_dataloader(self) -> DataLoader:
         def check_health() -> None:
             self.while_waiting()
-            self.rollout_worker.check_health(self.args.heartbeat_stale_after_s)
+            try:
+                self.rollout_worker.check_health(self.args.heartbeat_stale_after_s)
+            except RuntimeError:
+                if self.state.global_step:
+                    self.save_between_steps()
+                raise
 
         self._rollout_dataset = GroupStream(
             self.rollout_queue, lambda: self.model_version, check_health, self.args.max_staleness,
@@ -99,6 +106,13 @@ class GroupGRPOTrainer(ExactCursor):
                                  sequences=self.args.per_device_train_batch_size, most=self.row_tokens,
                                  version=lambda: self.model_version, syncs=self.syncs)
         return DataLoader(self._rollout_dataset, batch_size=1, collate_fn=collator, num_workers=0)
+
+    def save_between_steps(self) -> None:
+        """A checkpoint of the last step, unless there is one: that may be on its way to the Hub."""
+        last = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if checkpoints.damage(last) is not None:
+            self._save_checkpoint(self.model, trial=None)
+            self.callback_handler.on_save(self.args, self.state, self.control)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
                       ) -> torch.Tensor:

@@ -8,7 +8,7 @@
 
 EXIT_UNAVAILABLE=69 # a server or process died or could not start
 STEP_GRACE=${STEP_GRACE:-60} # seconds between SIGTERM and SIGKILL of a step: the trainer ends a group and saves it
-PUSH_GRACE=${PUSH_GRACE:-300} # further seconds for a step that has only a push to the Hub left (recipe/hub.py)
+PUSH_GRACE=${PUSH_GRACE:-300} # further seconds for a step whose last push or save is under way (recipe/hub.py)
 SERVER_GRACE=${SERVER_GRACE:-10} # the same of a server: the env server stops its sandboxes
 
 declare -A JOB_PID=() JOB_OFFSET=()
@@ -37,9 +37,12 @@ start_process() {
 
 # list_processes: RUN_DIR/processes, by which the watchdog ends them should this script be killed.
 list_processes() {
-  local name
-  for name in "${JOB_RUNNING[@]}"; do printf '%s %s\n' "${JOB_PID[$name]}" "$name"; done >"$RUN_DIR/.processes"
-  mv -f "$RUN_DIR/.processes" "$RUN_DIR/processes" # a kill in between leaves the list of before
+  local name lines=''
+  for name in "${JOB_RUNNING[@]}"; do lines+="${JOB_PID[$name]} $name"$'\n'; done
+  # a kill in between, or a full disk, leaves the list of before
+  if ! { printf %s "$lines" >"$RUN_DIR/.processes" && mv -f "$RUN_DIR/.processes" "$RUN_DIR/processes"; }; then
+    say "WARN $RUN_DIR/processes cannot be written: a kill -9 of this job would leave what it started since" >&2
+  fi
 }
 
 is_alive() { kill -0 "${JOB_PID[$1]}" 2>/dev/null; }
@@ -107,13 +110,16 @@ run_step() {
 
 # step_failed NAME CODE: ends the job with 64 when the step found its settings wrong, else with 69.
 step_failed() {
-  local code=$EXIT_UNAVAILABLE how="failed with code $2"
-  if (($2 == EXIT_USAGE)); then code=$EXIT_USAGE; fi
+  local code=$EXIT_UNAVAILABLE how="failed with code $2" again="Resume with: $RESUME_WITH"
+  if (($2 == EXIT_USAGE)); then
+    code=$EXIT_USAGE
+    again="With the setting corrected, resume with: $RESUME_WITH"
+  fi
   if (($2 > 128)); then how="was killed by SIG$(kill -l "$(($2 - 128))")"; fi
   show_log "$1" >&2
   rm -f "$RUN_DIR/pushing" # the log has said it
   die "$code" "step '$1' $how. Its log: $LOGS/$1.log
-  Checkpoints and finished evaluation cells are kept. Resume with: $RESUME_WITH"
+  Checkpoints and finished evaluation cells are kept. $again"
 }
 
 # http_ok PORT PATH: does 127.0.0.1:PORT answer 200? Plain bash, because images without curl exist.
@@ -221,7 +227,8 @@ stop_process() {
 }
 
 # stop_all: the step that uses the servers first, then the servers and the sandboxes. They do not wait for a step that
-# has only a push left, which RUN_DIR/pushing says; it gets PUSH_GRACE seconds more. What was not pushed then is told.
+# has only a push or its last save left, which RUN_DIR/pushing says; it gets PUSH_GRACE seconds more. What is missing then
+# is told.
 stop_all() {
   local name
   local -a steps=() servers=()
@@ -247,7 +254,7 @@ wait_for_push() {
   local given_up=
   if is_left "$@"; then
     trap 'given_up=1' INT TERM
-    say "waiting up to $PUSH_GRACE s for the push that is under way; another Ctrl-C or SIGTERM ends the wait" >&2
+    say "waiting up to $PUSH_GRACE s for the push or save that is under way; another Ctrl-C or SIGTERM ends the wait" >&2
     awaits "$PUSH_GRACE" gives_up "$@" || true
     trap '' INT TERM
     await_end 0 "$@"

@@ -29,6 +29,7 @@ def command(script: str = "run_job.sh", environ: Mapping[str, str] | None = None
     settings = Settings.load(environ)
     preset = {"PRESET": settings.preset, "RECIPE": settings.recipe, "PATH": environ.get("PATH", "")}
     usual = Settings.load(preset).environ() | {"RECIPE": Settings.recipe}
+    usual["DTYPE"] = Settings.usual_dtype(settings.preset, settings.recipe, settings.engine)
     # RESUME=never would refuse what is to be resumed.
     values = {name: value for name, value in settings.environ().items()
               if value != usual[name] and name not in ("RUN_DIR", "RESUME")}

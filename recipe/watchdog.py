@@ -112,11 +112,16 @@ def session_of(process: Path) -> int | None:
     return None if state in "ZX" else int(sid)
 
 
+def alive(pid: int) -> bool:
+    """Whether process `pid` runs."""
+    return session_of(Path(f"/proc/{pid}")) is not None
+
+
 def watch(run_dir: Path, pid: int, settings: Settings, resume: str, poll: float) -> int:
     """Watches until process `pid` is gone (0) or its run stalls (EXIT_STALLED, after SIGTERM to `pid`)."""
     started = time.time()
     print(f"watching process {pid}; limit in training {settings.stall_limit} s", flush=True)
-    while session_of(Path(f"/proc/{pid}")) is not None:
+    while alive(pid):
         heartbeat = read(run_dir / HEARTBEAT) or {"phase": "setup", "time": started}
         # A beat from before the start may be that of an interrupted run: its phase counts, its age does not.
         heartbeat["time"] = max(heartbeat["time"], started)

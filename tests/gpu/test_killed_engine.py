@@ -21,7 +21,7 @@ def test_an_engine_that_dies_inside_a_sync_ends_the_job(gpus, tmp_path):
         pytest.skip("two processes speak NCCL on two GPUs only, and torch sees one")
     environ = os.environ | job_ports() | {
         "RUN_DIR": str(tmp_path), "GPUS": str(gpus), "TRAIN_SCRIPT": "tests/gpu/killing_training.py", "KILL_AT": "3",
-        "ENGINE": "vllm", "DTYPE": "bfloat16", "MAX_STEPS": "20", "N_TASKS": "2", "NUM_GENERATIONS": "4",
+        "ENGINE": "vllm", "MAX_STEPS": "20", "N_TASKS": "2", "NUM_GENERATIONS": "4",
         "MAX_INFLIGHT": "8", "VLLM_FLAGS": "--kv-cache-memory-bytes 4294967296",
         "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     log = tmp_path / "out"
@@ -41,6 +41,7 @@ def test_an_engine_that_dies_inside_a_sync_ends_the_job(gpus, tmp_path):
     print("\n".join(line[:300] for line in said.splitlines() if "ERROR" in line or "Resume" in line))
     print("\n".join(line[:300] for line in training.splitlines() if "WeightSyncError" in line))
     assert code == 69
+    assert "WeightSyncError" in training, "the kill came between two syncs"
     assert seconds < LIMIT_S
     assert "Resume with: " in said and ("process 'policy'" in said or "step 'train' failed" in said)
     assert "one NCCL broadcast" in training if gpus == 2 else "CUDA IPC" in training

@@ -208,13 +208,13 @@ def test_a_limit_of_requests_is_waited_for_as_long_as_the_hub_says(hub, pusher, 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_whole_checkpoint_is_not_written_again_while_it_may_be_pushed(settings, tmp_path, there):
-    import train_lora
+    from recipe.group_trainer import GroupGRPOTrainer
 
     folder, saves = checkpoint(tmp_path, 100, settings), []
     if not there:
         (folder / "manifest.json").unlink()
     handler = SimpleNamespace(on_save=lambda *_: saves.append("told"))
-    train_lora.save_between_steps(SimpleNamespace(
+    GroupGRPOTrainer.save_between_steps(SimpleNamespace(
         args=SimpleNamespace(output_dir=str(tmp_path)), state=SimpleNamespace(global_step=100), model=None,
         control=None, callback_handler=handler, _save_checkpoint=lambda model, trial: saves.append("written")))
     assert saves == ([] if there else ["written", "told"])

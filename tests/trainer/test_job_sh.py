@@ -109,8 +109,19 @@ def test_a_failed_step_gives_the_end_of_its_log_and_a_code_that_is_documented(st
     code, output = start(START + f"run_step tasks bash -c 'echo old; echo the reason; exit {step}'\n").end()
     assert code == job
     assert f"failed with code {step}" in output
-    assert "the reason" in output and "logs/tasks.log" in output and "Resume with: RUN_DIR=" in output
+    again = "With the setting corrected, resume with" if step == 64 else "Resume with"
+    assert "the reason" in output and "logs/tasks.log" in output and f"{again}: RUN_DIR=" in output
     assert "--local" in output
+
+
+def test_where_the_list_of_processes_cannot_be_written_the_one_before_stays(start):
+    job = start(START + """ln -s /dev/full "$RUN_DIR/.processes"
+      start_process work sleep 600
+      cat "$RUN_DIR/processes"; exit 69
+    """)
+    code, output = job.end()
+    assert code == 69 and re.search(r"^\d+ policy$", output, re.M), output
+    assert "No space left" in output and "WARN" in output and "processes cannot be written" in output
 
 
 PUSH = START + """run_step train bash -c '
@@ -127,7 +138,7 @@ def test_a_push_has_its_own_time_without_servers_and_is_named_when_that_is_too_s
     said = []
     for line in job.process.stdout:
         said.append(line)
-        if "s for the push that is under way" in line:
+        if "s for the push or save that is under way" in line:
             (policy, name), *_ = (line.split() for line in (job.run / "processes").read_text().splitlines())
             assert name == "policy" and not session_members({int(policy)})
             if how == "it ends":

@@ -148,6 +148,8 @@ def test_training_then_resume(tmp_path, monkeypatch, capsys, trl_globals):
     assert "starting from the base model" in out and "resuming from" in out
     assert [s["step"] for s in steps_of(tmp_path)[3:]] == [4]
     assert "LoRA on" in out and "step 3/3 | reward" in out and "Rows sampled wholly under the trained weights" in out
+    (tmp_path / "trained").unlink()  # a checkpoint of the last step says it again
+    assert train_lora.train(resumed, "auto") == 0 and (tmp_path / "trained").read_text() == "4\n"
     assert json.loads((tmp_path / "heartbeat.json").read_text())["phase"] == "save"
     assert not (tmp_path / "weights").exists()
 
@@ -179,7 +181,9 @@ CHILD_KILLED = """
 
     def kill(log, signum, target):
         trackio = run / "trackio"  # rollouts may be served before the trainer has opened its log
-        while not (log.exists() and log.read_text() and trackio.exists() and any(trackio.iterdir())):
+        metrics, steps = run / "metrics.jsonl", {steps}
+        while not (log.exists() and log.read_text() and trackio.exists() and any(trackio.iterdir())
+                   and (not steps or metrics.exists() and len(metrics.read_text().splitlines()) >= steps)):
             time.sleep(0.1)
         from recipe import rollout_worker  # not before: trackio would be imported without its folder
         rollout_worker.GRACE = 3600.0  # the trainer is to notice by itself, however slow the machine is
@@ -187,7 +191,7 @@ CHILD_KILLED = """
 
     if __name__ == "__main__":
         run = Path({run!r})
-        settings = local_settings(run, max_steps=10_000)
+        settings = local_settings(run, max_steps=10_000, save_steps=0)
         with SmallEngine(small_model()) as engine:
             os.environ.update(settings.environ(), POLICY_PORT=str(engine.server.server_port))
             sessions = SmallSessions(engine.url, tasks=3, fates={{}}, log=run / "sessions")
@@ -200,11 +204,12 @@ CHILD_KILLED = """
 """
 
 
-def run_and_signal(tmp_path: Path, signal: str, target: str) -> subprocess.CompletedProcess:
-    """train_lora.main in a process of its own, in which `signal` hits `target` once rollouts run."""
+def run_and_signal(tmp_path: Path, signal: str, target: str, steps: int = 0) -> subprocess.CompletedProcess:
+    """train_lora.main in a process of its own; `signal` hits `target` once rollouts run and `steps` are trained."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(CHILD_KILLED.format(
-        repo=str(REPO), tests=str(REPO / "tests/trainer"), run=str(tmp_path), signal=signal, target=target)))
+        repo=str(REPO), tests=str(REPO / "tests/trainer"), run=str(tmp_path), signal=signal, target=target,
+        steps=steps)))
     environ = {name: value for name, value in os.environ.items() if name != "TRACKIO_DIR"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, env=environ)
     assert any((tmp_path / "trackio").iterdir()), "trackio writes into the run folder"
@@ -221,14 +226,19 @@ def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_pat
 
     def save_meanwhile(*args):
         os.kill(os.getpid(), signal.SIGTERM)
+        assert not (tmp_path / "trained").exists(), "not before the adapter is whole"
+        assert "final adapter was not saved whole" in (tmp_path / "pushing").read_text(), "the job waits for it"
         return save(*args)
 
     monkeypatch.setattr(train_lora, "save", save_meanwhile)
     with SmallEngine(small_model()) as engine:
         settings = dataclasses.replace(settings, policy_port=engine.server.server_port)
-        assert train_lora.train(settings, "never", SmallSessions(engine.url, 4, {}, tmp_path / "sessions")) == 0
-    signal.signal(signal.SIGTERM, former)
-    assert not came and (tmp_path / "trained").read_text() == "2\n", "all steps are trained: a SIGTERM loses none"
+        try:
+            assert train_lora.train(settings, "never", SmallSessions(engine.url, 4, {}, tmp_path / "sessions")) == 0
+        finally:
+            signal.signal(signal.SIGTERM, former)
+    assert not came and not (tmp_path / "pushing").exists()
+    assert (tmp_path / "trained").read_text() == "2\n", "all steps are trained: a SIGTERM loses none"
     assert "layers that are compiled: 4" in capsys.readouterr().out
     steps = steps_of(tmp_path)
     assert len(steps) == 2 and all(s["trl"]["sync/canary_gap"] < 0.15 for s in steps)
@@ -236,10 +246,12 @@ def test_training_in_bfloat16_reads_adapters_plainly_and_compiles_layers(tmp_pat
 
 
 def test_killed_worker_ends_the_trainer_at_once(tmp_path):
-    done = run_and_signal(tmp_path, "SIGKILL", "0")
+    done = run_and_signal(tmp_path, "SIGKILL", "0", steps=2)
     assert done.returncode == 69, done.stderr[-3000:]
     assert "The rollout worker (pid " in done.stderr and "was killed by signal 9" in done.stderr
     assert "Resume with:" in done.stderr
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest and newest.name == f"checkpoint-{len(steps_of(tmp_path))}", "no step is lost"
 
 
 def test_sigterm_saves_a_checkpoint(tmp_path):
