@@ -246,8 +246,8 @@ def train(settings: Settings, resume: str, sessions=None) -> int:
                   f"{settings.run_path / 'checkpoints'}. The same command goes on from there.", flush=True)
             return EXIT_TERMINATED
         # a SIGTERM that comes now lets it end, and the job gives it time
-        with hub.pushing(settings.run_path, f"The final {settings.final_path.name} was not saved whole. The same command "
-                         "trains on after the newest checkpoint, or anew where there is none."):
+        with hub.pushing(settings.run_path, f"The final {settings.final_path.name} was not saved whole. The same "
+                         "command trains on after the newest checkpoint, or anew where there is none."):
             final = save(settings, trainer.model, tokenizer)
             mark_trained(settings)
     finally:

@@ -96,8 +96,8 @@ def repeat(call: Callable[[], Result], repo: str, what: str, stop: threading.Eve
 @contextlib.contextmanager
 def pushing(run: Path, text: str) -> Iterator[None]:
     """While this lasts, all that is left to do is a push, or the last save: RUN_DIR/pushing has `text`, what is missing
-    until it ends and how to go on. recipe/job.sh gives it time then, ends the servers meanwhile, and shows the file when
-    that was too little."""
+    until it ends and how to go on. recipe/job.sh gives it time then, ends the servers meanwhile, and shows the file
+    when that was too little."""
     file = run / PUSHING
     with contextlib.suppress(OSError):  # a full disk must not cost the push
         write_atomic(file, text)
