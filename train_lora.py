@@ -146,7 +146,8 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
     heartbeat = HeartbeatCallback(run / "heartbeat.json", settings.max_steps)
     heartbeat.beat("train-setup")
     metrics = MetricsCallback(run / "metrics.jsonl", settings.token_budget, settings.ratio_stop, settings.recipe)
-    stop = StopCallback()
+    worker = rollout_worker.RolloutWorker(**worker_kwargs)
+    stop = StopCallback(worker)
 
     def while_waiting() -> None:
         if stop.requested:  # saved first: to end the rollouts under way takes seconds that nobody may grant
@@ -165,7 +166,7 @@ def build(settings: Settings, gpu: bool, tokenizer, dataset, worker_kwargs: dict
         model=settings.model,
         args=AsyncGRPOConfig(model_init_kwargs=settings.hub_revision, **trainer_arguments(settings, gpu)),
         train_dataset=dataset, processing_class=tokenizer, peft_config=lora,
-        rollout_worker=rollout_worker.RolloutWorker(**worker_kwargs),
+        rollout_worker=worker,
         weight_transfer=transfer_of(settings.policy_url, run / "weights", settings.weight_sync == "stock",
                                     settings.weight_sync_timeout),
         callbacks=[*checks, heartbeat, metrics, stop, CheckpointCallback(run / "checkpoints", settings, pusher)],
@@ -199,6 +200,14 @@ def run_to_end(settings: Settings, trainer, metrics, stop, checkpoint: Path | No
         pass
     except hub.HubError:
         pusher.abandon()
+        raise
+    except Exception:
+        if pusher:  # what was saved last may still be on its way
+            try:
+                with hub.pushing(settings.run_path, pusher.report()):
+                    pusher.finish()
+            except hub.HubError as err:
+                print(err, file=sys.stderr, flush=True)
         raise
     summary = metrics.summary()
     (settings.run_path / "train_summary.json").write_text(json.dumps(summary, indent=2) + "\n")

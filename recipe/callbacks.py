@@ -20,6 +20,7 @@ from recipe.group_trainer import GroupGRPOTrainer
 from recipe.health import RATIO_BAND, OversizeAlarm, RatioAlarm, RatioOutside, RowHealth, step_health, token_mean
 from recipe.redact import Redactor, stored_token
 from recipe.rewards import solved
+from recipe.rollout_worker import RolloutWorker
 
 TRACE_INTERVAL = 10  # steps between two groups whose conversations go to trackio
 ETA_WINDOW = 20  # steps whose mean duration gives the time left
@@ -60,11 +61,12 @@ class HeartbeatCallback(TrainerCallback):
 class StopCallback(TrainerCallback):
     """SIGTERM: the step under way is finished, a checkpoint saved, and training ends.
 
-    While the trainer waits for rollouts there is no step to finish; whoever waits looks at `requested`.
+    While the trainer waits for rollouts there is no step to finish; whoever waits looks at `requested`. The signal also
+    ends the child of `worker`, which then must not end the trainer while it saves.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker, self.requested = worker, False
         self.previous: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -77,7 +79,7 @@ class StopCallback(TrainerCallback):
 
     def _request(self, signum: int, frame: Any) -> None:
         print("SIGTERM: what is under way is finished and saved, then the training ends.", flush=True)
-        self.requested = True
+        self.requested = self.worker.ending = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.requested:

@@ -202,7 +202,8 @@ class Settings:
                              "text alike", "syncs", at_least(1))
     canary_tolerance: float = knob(0.0, "CANARY_TOLERANCE", "mean difference that stops the run; 0 is 0.001 in float32 "
                                    "and 0.15 in bfloat16", "nats", at_least(0))
-    save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval; 0 saves none", "steps", at_least(0), 10, 0)
+    save_steps: int = knob(100, "SAVE_STEPS", "checkpoint interval; 0 saves none on the way", "steps", at_least(0),
+                           10, 0)
     resume: str = knob("auto", "RESUME", "auto: go on at the newest whole checkpoint in RUN_DIR or ADAPTER_REPO; "
                        "never: start anew", check=one_of("auto", "never"))
     stall_limit: int = knob(1800, "STALL_LIMIT", "time without progress before the watchdog stops the run", "s",

@@ -27,6 +27,7 @@ from recipe.vllm_weights import gpu_uuid, receive, share
 from recipe.weight_sync import HttpPhases, Stream, WeightSyncError
 
 LOOK = 1.0  # seconds of a broadcast, which takes 15 ms, between two looks at whether its receiver lives
+ANSWER = 2.0  # seconds for the answer to a look
 
 
 def flat_transfer(server_url: str, stock: bool, timeout: float) -> FlatWeightTransfer | None:
@@ -175,12 +176,14 @@ class NcclWeightTransfer(FlatWeightTransfer):
         try:
             receive(self.group, self.flat, self.stream)
             self.sent.record(self.stream)
-            look = time.monotonic() + LOOK
+            look, missed = time.monotonic() + LOOK, 0
             while time.monotonic() < deadline:  # NCCL has no timeout and does not see that the receiver is gone
                 if self.sent.query():
                     return
                 if time.monotonic() > look:
-                    if dead := self._death():
+                    dead = self._death()
+                    missed = missed + 1 if dead else 0
+                    if missed == 2:
                         problem = f"the weights were not received by the policy server at {self.server_url}: {dead}"
                         break
                     look = time.monotonic() + LOOK
@@ -194,12 +197,13 @@ class NcclWeightTransfer(FlatWeightTransfer):
     def _death(self) -> str | None:
         """Why the server cannot be receiving; None where it answers, or may be too busy to."""
         try:
-            answer = requests.get(self.server_url + "/health", timeout=LOOK)
+            # of the body nothing is read: one that comes late would look like a broken connection
+            with requests.get(self.server_url + "/health", timeout=ANSWER, stream=True) as answer:
+                return None if answer.status_code < 500 else f"it answers {answer.status_code} to GET /health"
         except requests.Timeout:
             return None
         except requests.RequestException as err:
             return f"it is gone ({err})"
-        return None if answer.status_code < 500 else f"it answers {answer.status_code} to GET /health"
 
     def destroy(self) -> None:
         group, self.group = self.group, None

@@ -94,7 +94,10 @@ class GroupGRPOTrainer(ExactCursor):
                 self.rollout_worker.check_health(self.args.heartbeat_stale_after_s)
             except RuntimeError:
                 if self.state.global_step:
-                    self.save_between_steps()
+                    try:
+                        self.save_between_steps()
+                    except Exception as err:  # noqa: BLE001 - why the run ends is the other one
+                        print(f"WARN: what was trained last could not be saved: {err}", flush=True)
                 raise
 
         self._rollout_dataset = GroupStream(

@@ -9,7 +9,8 @@ EXIT_USAGE=64   # exit codes: recipe/exits.py
 EXIT_STALLED=75 # the watchdog stopped the run
 JOB_STEP=start
 
-say() { printf '%s [%s] %s\n' "$(date +%H:%M:%S)" "$JOB_STEP" "$*"; }
+# say TEXT...: where it cannot be written (a full disk), the job goes on, or ends, as it would.
+say() { printf '%s [%s] %s\n' "$(date +%H:%M:%S)" "$JOB_STEP" "$*" || true; }
 
 # die CODE MESSAGE...: says what happened and how to go on, then ends the job through the EXIT trap.
 die() {
@@ -85,6 +86,7 @@ job_signal() {
 # shellcheck disable=SC2317,SC2329
 job_end() {
   local code=$?
+  set +e # whatever fails, everything is ended
   case $code in
     0 | 2 | 64 | 69 | 75 | 130 | 143) ;;
     *)

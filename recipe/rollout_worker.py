@@ -153,6 +153,7 @@ class RolloutWorker(HarnessRolloutWorker):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._stopped = threading.Event()
+        self.ending = False  # the trainer knows that the child has ended or will, and may still be saving
 
     def start(self) -> None:
         super().start()
@@ -174,9 +175,13 @@ class RolloutWorker(HarnessRolloutWorker):
         self._stopped.set()
 
     def check_health(self, stale_after_s: float) -> None:
-        if self._process is not None and not self._process.is_alive() and not self._failed_event.is_set():
-            raise WorkerDied(self._obituary(self._process))
-        super().check_health(stale_after_s)
+        try:
+            if self._process is not None and not self._process.is_alive() and not self._failed_event.is_set():
+                raise WorkerDied(self._obituary(self._process))
+            super().check_health(stale_after_s)
+        except RuntimeError:
+            self.ending = True
+            raise
 
     @staticmethod
     def _obituary(process: Any) -> str:
@@ -187,7 +192,7 @@ class RolloutWorker(HarnessRolloutWorker):
     def _watch(self, process: Any) -> None:
         """Ends the trainer when the child dies and the main thread, busy or stuck in its queue, does not notice."""
         multiprocessing.connection.wait([process.sentinel])
-        if not self._stopped.wait(GRACE + STOP_GRACE):
+        if not self._stopped.wait(GRACE + STOP_GRACE) and not self.ending:
             print(f"{self._obituary(process)} The trainer did not notice and is stopped.",
                   file=sys.stderr, flush=True)
             os._exit(EXIT_UNAVAILABLE)

@@ -106,7 +106,7 @@ def stall_message(heartbeat: dict[str, Any], silent: float, settings: Settings, 
 def session_of(process: Path) -> int | None:
     """Session id of a living process by its folder in /proc; None of one that ended, waited for or not."""
     try:
-        state, _, _, sid = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+        state, _, _, sid = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
     except OSError:
         return None
     return None if state in "ZX" else int(sid)

@@ -124,6 +124,15 @@ def test_where_the_list_of_processes_cannot_be_written_the_one_before_stays(star
     assert "No space left" in output and "WARN" in output and "processes cannot be written" in output
 
 
+def test_a_job_that_cannot_write_its_own_log_ends_everything(start):
+    job = start(START + """start_process work sleep 600
+      exec >/dev/full 2>&1
+      die 69 "nobody will read this"
+    """)
+    code, output = job.end()
+    assert code == 69 and job.members() == [], output
+
+
 PUSH = START + """run_step train bash -c '
 trap "" TERM
 (sleep 0.5; kill -TERM "$0"; echo "checkpoint-9 is not on the Hub" >"$RUN_DIR/pushing") &

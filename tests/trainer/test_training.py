@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 import export_adapter
 import train_lora
-from recipe import json_lines, pristine, rollout_log, speed
+from recipe import json_lines, pristine, rollout_log, rollout_worker, speed
 from recipe.checkpoints import newest_checkpoint
 from recipe.config import Settings
 from recipe.rollout_worker import RolloutLoop
@@ -252,6 +254,26 @@ def test_killed_worker_ends_the_trainer_at_once(tmp_path):
     assert "Resume with:" in done.stderr
     newest = newest_checkpoint(tmp_path / "checkpoints")
     assert newest and newest.name == f"checkpoint-{len(steps_of(tmp_path))}", "no step is lost"
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_trainer_that_saves_after_its_workers_death_has_the_time(monkeypatch, noticed):
+    for name in ("GRACE", "STOP_GRACE"):
+        monkeypatch.setattr(rollout_worker, name, 0.05)
+    ends: list[int] = []
+    monkeypatch.setattr(rollout_worker.os, "_exit", ends.append)
+    sentinel, other_end = os.pipe()
+    os.close(other_end)
+    dead = SimpleNamespace(sentinel=sentinel, is_alive=lambda: False, exitcode=-9, pid=7)
+    worker = rollout_worker.RolloutWorker.__new__(rollout_worker.RolloutWorker)
+    worker._process, worker._failed_event, worker._stopped = dead, threading.Event(), threading.Event()
+    worker.ending = False
+    if noticed:
+        with pytest.raises(rollout_worker.WorkerDied, match="was killed by signal 9"):
+            worker.check_health(300)
+    worker._watch(dead)
+    os.close(sentinel)
+    assert ends == ([] if noticed else [69])
 
 
 def test_sigterm_saves_a_checkpoint(tmp_path):
