@@ -104,6 +104,26 @@ def test_a_push_does_not_hold_the_step(hub, pusher, settings, tmp_path):
     assert len(hub.repo(REPO).commits) == 2
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_training_that_fails_pushes_what_it_saved_and_fails_for_its_own_reason(hub, pusher, settings, tmp_path,
+                                                                               monkeypatch, capsys, works):
+    import train_lora
+
+    monkeypatch.setattr(recipe_hub, "ATTEMPTS", 1)
+    pusher.open()
+    if not works:
+        hub.fail(10_000, 503, "/commit/")
+
+    def train(resume_from_checkpoint):
+        pusher.push(checkpoint(tmp_path, 100, settings))
+        raise RuntimeError("the worker is gone")
+
+    with pytest.raises(RuntimeError, match="the worker is gone"):
+        train_lora.run_to_end(settings, SimpleNamespace(train=train), None, None, None, pusher)
+    assert (len(hub.repo(REPO).commits) == 2) == works and (tmp_path / "pushing").exists() != works
+    assert (f"hf upload {REPO} {tmp_path}/checkpoint-100" in capsys.readouterr().err) != works
+
+
 def test_while_a_push_is_all_that_is_left_the_run_folder_says_what_is_not_there(hub, pusher, settings, tmp_path,
                                                                                 monkeypatch):
     monkeypatch.setattr(recipe_hub, "ATTEMPTS", 1)
