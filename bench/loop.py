@@ -90,10 +90,6 @@ def weights_by(run: Path) -> str | None:
     return said[-1].removeprefix("weights to ") if said else None
 
 
-def read_steps(run: Path) -> list[dict[str, Any]]:
-    return json_lines.read(run / "metrics.jsonl")
-
-
 def figures(steps: list[dict[str, Any]], gpus: int) -> dict[str, Any]:
     """The row of one run: times from step WARM on where there are so many, rewards and ratios of all steps."""
     steady = steps[WARM:] if len(steps) > 2 * WARM else steps
@@ -133,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
         watch = Watch()
         code = run_job(args.run, run, args.gpus)
         watch.ended.set()
-    steps = read_steps(run)
+    steps = json_lines.read(run / "metrics.jsonl")
     if not steps:
         print(f"no step was trained in {run} (the command ended with {code})", file=sys.stderr)
         return 1

@@ -43,13 +43,13 @@ def configuration(item: pytest.Item) -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests without a server come first, and those of two GPUs are skipped where there is one."""
-    from gpu_server import CONFIGURATIONS
+    from gpu_server import CONFIGURATIONS, ONE_GPU
 
     items.sort(key=lambda item: configuration(item) is not None)
     for item in items:
         name = configuration(item)
         if name and CONFIGURATIONS[name].gpus > torch.cuda.device_count():
-            item.add_marker(pytest.mark.skip(reason="two processes speak NCCL on two GPUs only, and torch sees one"))
+            item.add_marker(pytest.mark.skip(reason=ONE_GPU))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

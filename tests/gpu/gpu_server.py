@@ -18,6 +18,7 @@ LOGS = Path("/tmp/lfm-gpu-tests")
 # A start of vLLM counts what others take of the card meanwhile as its own; a cache of a given size is not counted out,
 # so that servers may start side by side and beside tests.
 CACHE = "--kv-cache-memory-bytes 4294967296"
+ONE_GPU = "two processes speak NCCL on two GPUs only, and torch sees one"  # why a test of two is skipped
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_server import CACHE, ONE_GPU
 from loopback import job_ports
 
 REPO = Path(__file__).resolve().parents[2]
@@ -18,12 +19,11 @@ LIMIT_S = 60  # from the engine's death to the end of the job
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_an_engine_that_dies_inside_a_sync_ends_the_job(gpus, tmp_path):
     if gpus > torch.cuda.device_count():
-        pytest.skip("two processes speak NCCL on two GPUs only, and torch sees one")
+        pytest.skip(ONE_GPU)
     environ = os.environ | job_ports() | {
         "RUN_DIR": str(tmp_path), "GPUS": str(gpus), "TRAIN_SCRIPT": "tests/gpu/killing_training.py", "KILL_AT": "3",
         "ENGINE": "vllm", "MAX_STEPS": "20", "N_TASKS": "2", "NUM_GENERATIONS": "4",
-        "MAX_INFLIGHT": "8", "VLLM_FLAGS": "--kv-cache-memory-bytes 4294967296",
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+        "MAX_INFLIGHT": "8", "VLLM_FLAGS": CACHE, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     log = tmp_path / "out"
     with log.open("wb") as output:
         job = subprocess.Popen(["bash", "run_job.sh", "--local"], cwd=REPO, env=environ, stdout=output,
